@@ -1,1 +1,1 @@
-"""Learned drafters (heads): small published models that draft from hidden states of the target."""
+"""Learned drafters, also called heads: small published models that draft tokens from the target's hidden states."""

@@ -1,4 +1,4 @@
-"""The assistant of Gemma 4: its spec, from the config that Google publishes and the tensors beside it."""
+"""Spec of a Gemma 4 assistant, a small drafter that attends to the target's keys and values."""
 
 from __future__ import annotations
 
@@ -29,24 +29,26 @@ _FAMILY: Final = "gemma4_text"
 
 @dataclass(frozen=True, slots=True)
 class AssistantSpec(HeadSpec):
-    """Sizes and arithmetic of an assistant, which has queries only (`Gemma4AssistantForCausalLM` of transformers).
+    """Sizes and arithmetic of an assistant: a drafter whose layers have queries, but no keys and values of their own.
 
-    After a text of n tokens, for drafts j = 0, 1, ..:
+    The class in transformers is `Gemma4AssistantForCausalLM`. After a text of n tokens, for drafts j = 0, 1, ..:
 
         h_0 = the target's hidden state after its final norm at position n - 2
-        e = the target's embedding, with its factor, of token n - 1; for j > 0 of draft j - 1
+        e = the target's scaled embedding of token n - 1, or for j > 0 of draft j - 1
         x = [e h_j] Wbefore^T
-        x = layers(x)               q from x at position n - 1, K and V of the target at positions 0 .. n - 2
+        x = layers(x)               queries at position n - 1, with the target's K and V at positions 0 .. n - 2
         logits_j = norm(x) Whead^T
         h_(j+1) = norm(x) Wafter^T
 
-    Each layer reads K and V of the target's last layer of its type that has its own: in a layer with a window those of
-    the `window` newest positions. Whead is the assistant's own embedding. With centroids, ids are in C groups of equal
-    size, and only those in the `chosen` groups with the largest norm(x) Wcentroids^T have a logit.
+    A layer has a sliding window or full attention. It reads K and V of the target's last layer of the same type that
+    writes K and V. With a window, it reads those of the `window` newest positions.
+
+    Whead is the assistant's own embedding. An assistant with centroids has its token ids in C groups of equal size. Its
+    scores of the groups are norm(x) Wcentroids^T. Only ids in the `chosen` groups with the largest scores get a logit.
 
     Attributes:
-        sources: for each layer, the layer of the target whose keys and values it reads.
-        chosen: groups of ids that have logits. 0: all ids have.
+        sources: for each layer of the assistant, the layer of the target whose keys and values it reads.
+        chosen: number of groups whose ids get a logit. 0: there are no groups, and all ids get one.
     """
 
     sources: tuple[int, ...]
@@ -54,30 +56,30 @@ class AssistantSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor stored for each row between steps: the target's hidden state at the newest position."""
+        """Shape of what is stored for each row between steps: the target's hidden state at the newest position."""
         return (self.target.hidden_size,)
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """The order of ids by group is read apart, because it has integers."""
+        """Name of the tensor that lists the ids of each group. It is read separately, because it has integers."""
         return (ORDER,) if self.chosen else ()
 
 
 def assistant_spec(
     found: Recognised, raw: Mapping[str, Any], infos: Mapping[str, TensorInfo], target: Checkpoint, where: Path
 ) -> AssistantSpec:
-    """Reads the spec of an assistant.
+    """Makes the spec of an assistant from its config and the names of its tensors.
 
     Args:
-        found: its type.
+        found: type and layout of the assistant.
         raw: content of `config.json`.
-        infos: its stored tensors by `plain_name`.
-        target: the target, whose keys and values it reads.
-        where: the file, for messages.
+        infos: properties of its stored tensors, by `plain_name`.
+        target: checkpoint of the target, whose keys and values it reads.
+        where: path of the config, for messages.
 
     Raises:
-        CheckpointError: a bad value, or sizes other than the target's.
-        UnsupportedModel: the target is not a native Gemma 4, or a setting that is not implemented.
+        CheckpointError: a bad value in the config, or sizes that do not match the target's.
+        UnsupportedModel: the target is not a Gemma 4 that this package's decoder runs, or a setting is not implemented.
     """
     model = target.spec
     if not isinstance(model, ModelSpec) or model.family != _FAMILY:
@@ -122,7 +124,12 @@ def assistant_spec(
 
 
 def _decoder(text: Mapping[str, Any], where: Path) -> ModelSpec:
-    """Returns the spec of the assistant's layers, as if each had keys and values of its own."""
+    """Makes the spec of the assistant's layers, as if each had keys and values of its own. `_over` corrects this.
+
+    Args:
+        text: the object `text_config` of its config.
+        where: path of the config, for messages.
+    """
     from fastspec.models.config_classes import config_class
 
     own = {"num_kv_shared_layers": 0, "architectures": None, "model_type": _FAMILY}
@@ -142,7 +149,18 @@ def _decoder(text: Mapping[str, Any], where: Path) -> ModelSpec:
 
 
 def _over(decoder: ModelSpec, model: ModelSpec) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Returns the plans of layers without keys, and the target's layer of each that has the keys."""
+    """Gives each layer of the assistant a layer of the target whose keys and values it reads.
+
+    Args:
+        decoder: spec of the assistant's layers, from `_decoder`.
+        model: spec of the target.
+
+    Returns:
+        (plans of the assistant's layers, without keys and values; number of the target's layer for each).
+
+    Raises:
+        CheckpointError: the target has no such layer, or a layer with other heads or another window.
+    """
     plans, sources = [], []
     for index, plan in enumerate(decoder.plans):
         own = [at for at in model.caching if (model.plans[at].window is None) == (plan.window is None)]

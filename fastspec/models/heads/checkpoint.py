@@ -1,4 +1,4 @@
-"""Checkpoint of a learned drafter: its spec, the location of its weights, and checks of its stored tensors."""
+"""Checkpoint of a learned drafter (head): its spec, the location of its weights, and checks of its stored tensors."""
 
 from __future__ import annotations
 
@@ -27,27 +27,29 @@ if TYPE_CHECKING:
 HeadCount = Callable[["HeadCheckpoint", torch.dtype, torch.device, "Ops"], int]
 OFFSETS: Final = "d2t"
 PICKLED: Final = "pytorch_model.bin"
-# tensors that trainers save with a head, but that no computation uses
+# tensors that training code saves with a head, but that no computation uses
 UNUSED: Final = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCheckpoint:
-    """Checkpoint of one head. Implements `ModelSource`.
+    """Checkpoint of one learned drafter, called a head: what it is, and where its files are. Implements `ModelSource`.
 
     Attributes:
-        name: path or Hub id, for messages.
-        spec: its type and sizes.
-        directory: local files.
+        name: path or Hub id of the head, for messages.
+        spec: type and sizes of the head.
+        directory: local directory with the files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head. None: the ids are equal.
-        sample: token ids of a short text, with which the possible readings of its config are compared.
+        sample: token ids of a short text. The possible meanings of the head's config (`HeadSpec.readings`) are compared
+            with it. Empty if there is one.
         source: the target, if its checkpoint contains the head. None: the head has its own checkpoint.
-        rows_of: the target, if the user chose the ids of a head with its own checkpoint. The matrices that give logits
-            then have some rows of those of the head, or of the target.
-        stored: description of the format to which its matrices are rounded. Empty: not rounded.
+        rows_of: the target, if the user chose which ids a head with its own checkpoint drafts. The matrices that give
+            logits then consist of some rows of the stored matrix, which is the head's or the target's. None: the user
+            chose no ids.
+        stored: description of the format to which the head's matrices are rounded. Empty: they are not rounded.
         module: None, because heads are read from files.
-        ranks: 1, because several processes do not share a head.
-        mtp: False: a head has no MTP layer for `draft="mtp"`.
+        ranks: 1, because every process loads the whole head.
+        mtp: False, because a head has no MTP layers of its own.
         rounded: the format described by `stored`. None: not rounded.
         count: function that computes `bytes_loaded`.
     """
@@ -67,15 +69,15 @@ class HeadCheckpoint:
     count: HeadCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Returns the bytes of its weights and of its table of ids on a device, with activations of `dtype`."""
+        """Returns the bytes of the head's weights and id tables on a device, with activations of `dtype`."""
         return self.count(self, dtype, device, ops)
 
 
 class HeadTensors(RenamedTensors):
-    """Tensors of a head's directory.
+    """Tensors in the directory of a head, by their `plain_name`.
 
     Args:
-        directory: directory of a head.
+        directory: local directory with safetensors files.
 
     Raises:
         CheckpointError: weights are missing, damaged or pickled, or two stored names give the same `plain_name`.
@@ -95,10 +97,10 @@ class HeadTensors(RenamedTensors):
 
 
 def refuse_pickled(directory: Path) -> None:
-    """Refuses a directory that has only pickled weights, as the first published heads had.
+    """Refuses a directory that has pickled weights and no safetensors, like some early published heads.
 
     Raises:
-        CheckpointError: the message has the command that converts them.
+        CheckpointError: it has. The message has the command that converts them.
     """
     if not (directory / PICKLED).is_file() or any((directory / name).is_file() for name in (SINGLE, INDEX)):
         return
@@ -109,7 +111,7 @@ def refuse_pickled(directory: Path) -> None:
 
 
 def conversion(directory: Path | str) -> str:
-    """Returns the command that converts pickled weights of a directory to safetensors."""
+    """Returns a shell command that converts the pickled weights in a directory to safetensors."""
     return (
         f'cd {directory} && python -c "import torch; from safetensors.torch import save_file; save_file({{k: '
         f"v.clone() for k, v in torch.load('{PICKLED}', map_location='cpu', weights_only=True).items()}}, "
@@ -118,7 +120,11 @@ def conversion(directory: Path | str) -> str:
 
 
 def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
-    """Compares the stored tensors with those of the spec, before anything is allocated.
+    """Checks that the stored tensors of a head are those that its spec wants, before anything is allocated.
+
+    Args:
+        tensors: stored tensors, by `plain_name`.
+        spec: spec of the head.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is unknown.
@@ -147,7 +153,13 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
 
 
 def target_ids(tensors: TensorSource, spec: HeadSpec) -> Tensor | None:
-    """Reads the table of the target's ids for the head's ids: int64 [vocab_size] on the CPU. None: the ids are equal.
+    """Reads the table that maps the head's token ids to the target's: int64 [vocab_size] on the CPU.
+
+    The stored tensor `d2t` has the differences between the two. None if all ids are equal.
+
+    Args:
+        tensors: stored tensors of the head.
+        spec: spec of the head.
 
     Raises:
         CheckpointError: the table is missing, or has ids that the target does not have, or an id twice.
@@ -174,7 +186,7 @@ def target_ids(tensors: TensorSource, spec: HeadSpec) -> Tensor | None:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Context that puts `what` in front of the message of an error."""
+    """Context manager that puts `what` in front of the message of an error of this package that is raised inside."""
     try:
         yield
     except (CheckpointError, UnsupportedModel, UnsupportedOption) as error:
@@ -182,10 +194,10 @@ def naming(what: str) -> Iterator[None]:
 
 
 def sizes_of(target: Checkpoint) -> TargetSizes:
-    """Returns the sizes of a target that a head needs.
+    """Returns the sizes of a target model that a head needs.
 
     Raises:
-        UnsupportedModel: the target is hosted, and its layers are not one list.
+        UnsupportedModel: transformers' module of the target is run, and its layers are not in one list.
     """
     spec = target.spec
     if isinstance(spec, HostedInfo):

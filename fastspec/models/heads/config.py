@@ -1,4 +1,4 @@
-"""Parts of a head's config that all types of heads have: sizes of its layers, and properties of its target."""
+"""Reads the parts of a head's config that all types of heads have: sizes of its layers, and its target's properties."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fastspec.models.heads.spec import SUPPORTED, TargetSizes
 from fastspec.models.rope import ropes_of
 
 INNER: Final = "transformer_layer_config"
-# names of settings that say themselves that they are a drafter's
+# fields of a config that belong to a learned drafter, as their names show
 _OF_DRAFTERS: Final = re.compile(
     r"(^|_)(draft|drafting|mask|markov|confidence|selector|anchors?|eagle|dflash2?|dspark|pard|ptd|beam|depths)(_|$)"
     r"|^(conv_kernel|conv_group|projector)_"
 )
-# settings that every head may have, and that do not change its arithmetic, or that are read for all heads
+# fields of a drafter that are allowed for every type of head: they do not change its arithmetic, or are always read
 _SAID: Final = (
     *("draft_vocab_size", "max_anchors", "num_anchors", "draft_attn_impl", "embed_requires_grad", "num_depths"),
     *("confidence_temperatures", "target_model_name_or_path"),
@@ -34,7 +34,17 @@ _READ: Final = (
 
 
 def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
-    """Returns the config of a head's layers: a separate object in the layout of speculators, else the config itself."""
+    """Returns the config of a head's layers. In the layout of speculators it is an object inside of the config.
+
+    In other layouts it is the config itself.
+
+    Args:
+        raw: content of `config.json`.
+        where: path of the file, for messages.
+
+    Raises:
+        CheckpointError: it is not an object.
+    """
     inner = raw.get(INNER, raw)
     if not isinstance(inner, Mapping):
         raise CheckpointError(f"{where}: {INNER} is {type(inner).__name__}, wanted an object")
@@ -42,7 +52,7 @@ def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
 
 
 def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Returns True or False. null gives the default.
+    """Returns the field `name` of a config, true or false. The default if it is missing or null.
 
     Raises:
         CheckpointError: any other value.
@@ -56,7 +66,7 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def size(raw: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns a whole number from 1 on. null gives the default.
+    """Returns the field `name` of a config, a whole number from 1 on. The default if it is missing or null.
 
     Raises:
         CheckpointError: any other value.
@@ -70,14 +80,16 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, target: TargetSizes) -> bool:
-    """Returns True if a head's own embedding is also its output matrix, by its own `tie_word_embeddings`.
+    """Returns True if a head's own embedding is also its output matrix, according to its `tie_word_embeddings`.
 
-    A stored output matrix is used in any case. The flag of `transformer_layer_config` is the target's, and not read.
+    False if an output matrix is stored: it is used, whatever the flag says. The same flag in the object
+    `transformer_layer_config` is the target's, and is not read.
 
     Args:
         raw: content of `config.json`.
         names: names of the stored tensors, converted by `plain_name`.
-        drafted: number of ids that the head drafts.
+        drafted: number of token ids that the head can draft.
+        target: sizes of the target.
 
     Raises:
         CheckpointError: the flag is neither true nor false, or the embedding has more rows than the head drafts ids.
@@ -93,19 +105,19 @@ def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, targ
 
 
 def refuse_unknown(raw: Mapping[str, Any], own: str, known: Collection[str], type_name: str) -> None:
-    """Refuses settings of a drafter that are not known, because they may change what it drafts.
+    """Refuses a head whose config has unknown settings, because they may change what it drafts.
 
-    All names in the config's object for heads are checked. Beside it only names that say that they are a drafter's are
-    checked, for trainers copy any field of the target's config there.
+    All names in the object `own` are checked. At the top of the config, trainers also copy fields of the target's
+    config. So only names that clearly belong to a drafter are checked there.
 
     Args:
         raw: content of `config.json`.
-        own: name of the config's object for heads.
+        own: name of the object in the config that has the drafter's settings.
         known: names of all settings that are read, or that do not change drafts.
         type_name: type of the head, for messages.
 
     Raises:
-        UnsupportedModel: the message has all unknown names.
+        UnsupportedModel: an unknown setting is neither null nor false. The message has all of them.
     """
     inner = raw.get(own)
     names = [f"{own}.{name}" for name in inner if name not in known] if isinstance(inner, Mapping) else []
@@ -120,7 +132,7 @@ def refuse_unknown(raw: Mapping[str, Any], own: str, known: Collection[str], typ
 
 
 def _value(raw: Mapping[str, Any], name: str) -> object:
-    """Returns the value of a name as `refuse_unknown` writes it."""
+    """Returns the value of a setting. A name "a.b" stands for field b of the object a."""
     found: Any = raw
     for part in name.split("."):
         found = found[part]
@@ -128,10 +140,14 @@ def _value(raw: Mapping[str, Any], name: str) -> object:
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...] | None:
-    """Returns a list of layer ids. None if there is none.
+    """Checks a list of layer numbers from a config, and returns it as a tuple. None stays None.
+
+    Args:
+        value: value of the field.
+        name: name of the field, for messages.
 
     Raises:
-        CheckpointError: not a list of ids.
+        CheckpointError: the value is not a list of whole numbers, or is empty.
     """
     if value is None:
         return None
@@ -141,15 +157,18 @@ def ids_of(value: object, name: str) -> tuple[int, ...] | None:
 
 
 def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int, target: TargetSizes) -> ModelSpec:
-    """Returns the spec of the head's layers: those of Llama, or those of Qwen3 if queries and keys are normalised.
+    """Makes the spec of a head's decoder layers.
+
+    They are layers of Llama, or layers of Qwen3 if there are norms of queries and keys.
 
     Args:
-        inner: result of `inner_config`.
+        inner: config of the layers, from `inner_config`.
         names: names of the stored tensors, converted by `plain_name`. They show which projections have a bias.
-        vocab_size: number of the head's own logits.
-        target: sizes of the target, whose dtype the head uses.
+        vocab_size: width of the head's logits.
+        target: sizes of the target, whose dtype and context length the head has.
 
     Raises:
+        CheckpointError: a size is missing, or the config is not valid.
         UnsupportedModel: a setting that changes the arithmetic and is not implemented.
     """
     from fastspec.models.config_classes import config_class
@@ -210,10 +229,15 @@ def _plans(
 
 
 def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architectures: Sequence[str]) -> None:
-    """Refuses a head that was trained on a model of another architecture than the target, according to its config.
+    """Refuses a head whose config says that it was trained with a target of another architecture.
 
-    The config has a Hub id, but a target's directory may have any name. So architectures are compared, if both are
-    known. Sizes are compared elsewhere, with the tensors.
+    The config names that target by its Hub id. The given target may be in a directory of any name, so names cannot be
+    compared. Architectures are compared, if the config has them. Sizes are compared elsewhere, with the tensors.
+
+    Args:
+        raw: content of the head's `config.json`.
+        target: the given target.
+        architectures: class names of the given target.
 
     Raises:
         CheckpointError: the architectures differ. The message names both.

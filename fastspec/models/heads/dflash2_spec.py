@@ -1,4 +1,4 @@
-"""DFlash2 heads: their configs in the layouts of z-lab and of speculators."""
+"""Specs of DFlash2 heads, made from their configs in the layouts of z-lab and of speculators."""
 
 from __future__ import annotations
 
@@ -24,24 +24,29 @@ MAX_SIZE: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class DFlash2Spec(DFlashSpec):
-    """Sizes and arithmetic of a DFlash2 head: a DFlash head with convolutions, and with a selector of candidates.
+    """Sizes and arithmetic of a DFlash2 head: a DFlash head with convolutions and a selector of candidate tokens.
 
-    Each of a layer's two parts, attention and MLP, has a convolution over the rows of a block before and after it:
+    A layer's attention and its MLP, here `part`, each have a convolution before and one after them. It runs over the
+    tokens of a block, i = 0, 1, ..:
 
         h = norm(x);  d = h Wkernel^T, as [2, taps, groups];  x = x + conv(part(conv(h, 0)), 1)
-        conv(h, side) at row i = sum over taps t <= i of (base[side, t] + d[side, t] of row i, for each group) h_(i - t)
+        conv(h, side)_i = sum over taps t <= i of (base[side, t] + d_i[side, t]) h_(i - t)
 
-    The selector changes the logits u of the `candidates` most probable ids c of draft j, after the token before it:
+    `side` is 0 before a part and 1 after it. d has one value for each group of neighbouring elements of h.
+
+    The selector changes the logits u of draft j for its most probable ids c, the candidates. Their scores depend on
+    the token before the draft:
 
         score(c) = u(c) + (P[token before] * norm(x_j) Wp^T) . S[c];  other ids have probability 0
 
-    Candidates are taken one draft after the other. The publisher's search over several chains of drafts is not done.
+    The tokens of a step are selected one after the other. The publisher also has a search over several sequences of
+    drafts, which is not implemented.
 
     Attributes:
-        taps: rows that a convolution reads.
-        group: neighbouring elements that share d.
+        taps: number of tokens that a convolution reads, its kernel size.
+        group: number of neighbouring elements of h that share a value of d.
         rank: elements of a row of P and S.
-        candidates: ids that are scored again.
+        candidates: number of candidates of each draft.
     """
 
     taps: int = 2
@@ -51,7 +56,7 @@ class DFlash2Spec(DFlashSpec):
 
     @property
     def uses(self) -> Mapping[str, Use]:
-        """P and S are tables of rows."""
+        """Use of the matrices P and S, whose rows are read like those of an embedding."""
         return {BEFORE: "table", AFTER: "table"}
 
 

@@ -1,4 +1,4 @@
-"""DFlash heads (arXiv 2602.06036): their configs in the layouts of z-lab and of speculators."""
+"""Specs of DFlash heads (arXiv 2602.06036), made from their configs in the layouts of z-lab and of speculators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEFAULT_THETA: Final = 1e6
 DEFAULT_BLOCK: Final = 16
 MAX_BLOCK: Final = 64
 SLIDING, FULL = "sliding_attention", "full_attention"
-# settings of related heads that are not implemented: name -> values that have no effect
+# settings of related types of heads, which are not implemented: name -> allowed values, which have no effect
 OTHERS: Final[Mapping[str, tuple[object, ...]]] = {
     "shift_label": (None, False),
     "use_heterogeneous_kv": (None, False),
@@ -34,7 +34,7 @@ OTHERS: Final[Mapping[str, tuple[object, ...]]] = {
 }
 
 
-# settings of a head that DFlash and its relatives have
+# names of the settings that DFlash, DFlash2 and DSpark have in common
 KNOWN: Final = (
     *(*MASK_NAMES, *OTHERS, "projector_type", "block_size", "target_layer_ids", "aux_hidden_state_layer_ids"),
     *("use_swa", "swa_window_size", "causal", "is_causal", "sliding_window_non_causal", "sample_from_anchor"),
@@ -45,21 +45,23 @@ KNOWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DFlashSpec(HeadSpec):
-    """Sizes and arithmetic of a DFlash head. `DFlash` in passes.py has the passes.
+    """Sizes and arithmetic of a DFlash head. `DFlash` in passes.py has the forward passes.
 
-    `decoder` has a plan for each layer, with its window. If a layer with a window is not causal, all rows of a block
-    use the window of the block's first row.
+    A pass reads a block: the last token of the text, called the anchor, and mask tokens after it. `decoder` has the
+    attention window of each layer. In a layer with a window that is not causal, all tokens of a block use the window
+    of the block's first token.
 
     Attributes:
-        block_size: largest number of rows of a block: the last token, and masks.
+        block_size: largest number of tokens of a block.
         mask_id: token id whose embedding is used for masks.
-        causal: for each layer, True if a row of the block sees only earlier rows and itself. False: it sees every row.
-        sample_from_anchor: True if every row predicts the next token, including the last token's row. False: every mask
-            predicts the token at its own position.
-        sinks: True if every query head has one more key, whose value is zero.
-        value_scale: factor on values.
+        causal: for each layer, True if a token of the block attends only to itself and earlier tokens. False: it
+            attends to the whole block.
+        sample_from_anchor: True if every token of the block predicts the token at the next position. False: every mask
+            predicts the token at its own position, and the anchor predicts none.
+        sinks: True if every query head has an attention sink: a further score in the softmax, with a value of zero.
+        value_scale: factor on the values of attention.
         embed_scale: factor on embeddings.
-        mask_file: file with the embedding vector of masks. None: it is in the embedding.
+        mask_file: file with the embedding vector of masks. None: row `mask_id` of the embedding is used.
     """
 
     block_size: int = DEFAULT_BLOCK
@@ -77,12 +79,15 @@ class DFlashSpec(HeadSpec):
         return self.block_size - (not self.sample_from_anchor)
 
     def rows(self, k: int) -> int:
-        """Returns the rows of a pass that makes k drafts."""
+        """Returns the number of tokens in the block of a pass that makes k drafts."""
         return k + (not self.sample_from_anchor)
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of tensors that are loaded as one tensor: k and v of all layers for the context, and all sinks."""
+        """Tensors that are concatenated when they are loaded: k and v projections of all layers, and all sinks.
+
+        The joined projections make K and V of accepted tokens in one product, see `DFlash.store_context`.
+        """
         projections = [f"layers.{layer}.self_attn.{which}_proj" for layer in range(self.num_layers) for which in "kv"]
         found = {"context.weight": tuple(f"{each}.weight" for each in projections)}
         if self.decoder.qkv_bias:
@@ -90,7 +95,10 @@ class DFlashSpec(HeadSpec):
         return found | ({"sinks": tuple(map(SINKS.format, range(self.num_layers)))} if self.sinks else {})
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of its own weights in `dtype`. Tensors that are also loaded joined count twice."""
+        """Returns the bytes of the head's own weights in `dtype`.
+
+        The k and v projections count twice, because they are in a layer's weights and in the joined matrix.
+        """
         twice = [part for name, parts in self.joined.items() if name != "sinks" for part in parts]
         again = sum(math.prod(self.tensors[part]) for part in twice)
         mask = 0 if self.mask_file is None else self.hidden_size
@@ -108,12 +116,13 @@ def dflash_spec(
     """Makes the spec of a DFlash head from its config and the shapes of its tensors.
 
     Args:
-        found: its type and layout.
+        found: type and layout of the head.
         raw: content of `config.json`.
-        infos: its tensors, by `plain_name`.
+        infos: properties of its stored tensors, by `plain_name`.
         target: sizes of the target.
-        feature_layers: boundaries of target layers that the user chose. None: those of the config.
-        where: path of the config, for messages. Its directory may have an embedding of the mask.
+        feature_layers: boundaries of the target whose hidden states the head reads, if the user chose them. Boundary b
+            is the hidden state after b layers. None: those in the config.
+        where: path of the config, for messages. Its directory may also have a file with the embedding of masks.
 
     Raises:
         CheckpointError: config and tensors do not match, or the head was made for another target.
@@ -151,7 +160,7 @@ def dflash_spec(
         block_size=settings.whole("block_size", 2, MAX_BLOCK, DEFAULT_BLOCK),
         mask_id=_mask_id(settings, target.vocab_size),
         causal=causal,
-        # the trainer of DSpark reads true if it is missing, that of DFlash false
+        # if the setting is missing, the training code of DSpark uses true, that of DFlash false
         sample_from_anchor=settings.flag("sample_from_anchor", found.kind == "dspark"),
         sinks=sinks,
         value_scale=settings.number("attention_value_scale"),
@@ -162,10 +171,10 @@ def dflash_spec(
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """Settings of a head. A setting is looked up in the config's object for heads, then in the config itself.
+    """Settings of a DFlash head or a relative. Each is looked up in the object `dflash_config`, then in the config.
 
     Attributes:
-        own: the config's object for heads.
+        own: the object `dflash_config` of the config.
         raw: content of `config.json`.
         kind: type of the head, for messages.
     """
@@ -176,7 +185,7 @@ class BlockSettings:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], where: Path, kind: str = "DFlash") -> BlockSettings:
-        """Reads the settings of a config.json; `where` names it in errors."""
+        """Makes the settings from the content of a `config.json`. Errors name its path `where`."""
         own = raw.get("dflash_config")
         if own is not None and not isinstance(own, Mapping):
             raise CheckpointError(f"{where}: dflash_config is {type(own).__name__}, wanted an object")
@@ -189,22 +198,22 @@ class BlockSettings:
         return default if found is None else found
 
     def refuse(self, name: str, wanted: str) -> NoReturn:
-        """Raises `UnsupportedModel` with a setting, and what is wanted."""
+        """Raises `UnsupportedModel` with the name and value of a setting, and the text `wanted`."""
         raise UnsupportedModel(f"{name}={self.get(name)!r} of a {self.kind} head is not supported, wanted {wanted}")
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Returns True or False. Refuses other values."""
+        """Returns the setting `name`, true or false. The default if it is missing. Refuses other values."""
         return flag({name: self.get(name)}, name, default)
 
     def number(self, name: str) -> float:
-        """Returns a positive number. 1 if there is none."""
+        """Returns the setting `name`, a positive number. 1 if it is missing. Refuses other values."""
         value = self.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
             self.refuse(name, "a positive number")
         return float(value)
 
     def whole(self, name: str, minimum: int, maximum: int, default: int | None = None) -> int:
-        """Returns a whole number from `minimum` to `maximum`. Refuses other values."""
+        """Returns the setting `name`, a whole number from `minimum` to `maximum`. Refuses other values."""
         value = self.get(name, default)
         if type(value) is not int or not minimum <= value <= maximum:
             self.refuse(name, f"a whole number from {minimum} to {maximum}")
@@ -212,9 +221,15 @@ class BlockSettings:
 
 
 def _readings(settings: BlockSettings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
-    """Returns the only reading.
+    """Returns the boundaries of the target that the head reads, as the only entry of a tuple.
 
-    All engines agree here: numbers in z-lab's configs are layers, in speculators' configs boundaries.
+    There is one possible meaning, because all engines agree. Numbers in z-lab's configs are layers whose output is
+    read. Numbers in speculators' configs are boundaries.
+
+    Args:
+        settings: settings of the head.
+        target: sizes of the target.
+        asked: boundaries that the user chose. None: those in the config.
     """
     if asked is not None:
         return (asked_boundaries(asked, target.layers, None),)
@@ -232,19 +247,16 @@ def _scales(settings: BlockSettings, logit_scale: float) -> ModelScales:
 
 
 def _mask_id(settings: BlockSettings, vocab: int) -> int:
-    """Returns the mask's token id. The setting has several possible names.
-
-    The first that exists is used, as in vLLM.
-    """
+    """Returns the token id of masks. The setting has several possible names. The first found is used, as in vLLM."""
     name = next((name for name in MASK_NAMES if settings.get(name) is not None), MASK_NAMES[0])
     return settings.whole(name, 0, vocab - 1)
 
 
 def _mask_file(directory: Path) -> Path | None:
-    """Returns the file with the embedding of the mask. None if the checkpoint has none.
+    """Returns the file in a head's directory that has the embedding of masks. None if there is no such file.
 
     Raises:
-        CheckpointError: it is pickled. The message has the command that converts it.
+        CheckpointError: the file is pickled. The message has the command that converts it.
     """
     file = directory / f"{MASK_FILE}.safetensors"
     if file.is_file():
@@ -262,12 +274,20 @@ def _mask_file(directory: Path) -> Path | None:
 def _attention(
     settings: BlockSettings, inner: Mapping[str, Any], layers: int, ours: bool
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Returns (window, causal) of each layer, as two tuples.
+    """Returns the attention windows of all layers, and for each layer True if it is causal, as two tuples.
 
-    Layers that `layer_types` calls sliding are causal, others are not. `use_swa` gives every layer a window. A flag for
-    causal layers in the config overrides this. In z-lab's layout the flag is for all layers. In speculators' layout it
-    is only for layers with a window: layers without are never causal. In that layout, a layer with a window that is not
+    A layer that `layer_types` calls sliding has a window and is causal. Others have no window and are not causal. If
+    none is sliding, the setting `use_swa` gives every layer a window.
+
+    In speculators' layout, `sliding_window_non_causal` makes all layers non-causal. If the config has `causal` or
+    `is_causal`, this setting decides for all layers instead. In speculators' layout, a layer with a window that is not
     causal sees one more key.
+
+    Args:
+        settings: settings of the head.
+        inner: config of its layers.
+        layers: number of its layers.
+        ours: True for the layout of speculators.
     """
     types = inner.get("layer_types")
     if types is not None and (not isinstance(types, list) or len(types) != layers or {*types} - {SLIDING, FULL}):
@@ -277,7 +297,7 @@ def _attention(
     causal = list(sliding)
     if settings.flag("use_swa") and not any(sliding):
         sliding = [True] * layers
-    # the trainer of DFlash2 reads true if it is missing, that of DFlash false
+    # if the setting is missing, the training code of DFlash2 uses true, that of DFlash false
     if ours and settings.flag("sliding_window_non_causal", settings.kind == NAMES["dflash2"]):
         causal = [False] * layers
     for name in ("causal", "is_causal"):
@@ -293,7 +313,13 @@ def _attention(
 
 
 def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, own_head: bool) -> None:
-    """Refuses a head that shares a matrix with the target, if the target's matrix has another shape."""
+    """Refuses a head that lacks its embedding or output matrix, if the target's matrix has another shape.
+
+    Args:
+        decoder: spec of the head's layers.
+        target: sizes of the target.
+        own_embed, own_head: True if the head has the embedding, or the output matrix.
+    """
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     if hidden != target.hidden_size and not (own_embed and own_head):
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""DSpark heads: their configs in the layouts of DeepSpec and of speculators."""
+"""Specs of DSpark heads, made from their configs in the layouts of DeepSpec and of speculators."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _OWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DSparkSpec(DFlashSpec):
-    """Sizes and arithmetic of a DSpark head: a DFlash head whose drafts also depend on the draft before.
+    """Sizes and arithmetic of a DSpark head: a DFlash head whose drafts also depend on the token before each draft.
 
-        logits of draft j = norm(x_j) Whead^T + W2 W1[token before draft j]      times the scale of logits
+        logits of draft j = scale * (norm(x_j) Whead^T + W2 W1[token before draft j])
 
-    W1 has a row for each id of the target, W2 for each id of the head. The confidence head, which estimates the chance
-    of acceptance, is not read.
+    W1 has a row for each id of the target, W2 for each id of the head. The tensors of the confidence head, which
+    estimates the probability of acceptance, are not read.
 
     Attributes:
         rank: elements of a row of W1 and W2.
@@ -42,12 +42,12 @@ class DSparkSpec(DFlashSpec):
 
     @property
     def uses(self) -> Mapping[str, Use]:
-        """W1 is a table of rows. The product with W2 gives logits."""
+        """Use of W1, whose rows are read like those of an embedding, and of W2, whose product is added to logits."""
         return {BEFORE: "table", AFTER: "head"}
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of the confidence head's tensors, and of an embedding of masks that is not used: masks have a token."""
+        """Names of tensors that are not read: the confidence head, and `mask_embedding`, for which a token is used."""
         return ("confidence_head.proj.weight", "confidence_head.proj.bias", "mask_embedding")
 
 
@@ -59,7 +59,7 @@ def dspark_spec(
     feature_layers: Sequence[int] | None,
     where: Path,
 ) -> DFlashSpec:
-    """Makes the spec of a DSpark head. With `markov_rank` 0 it is that of a DFlash head.
+    """Makes the spec of a DSpark head. If its `markov_rank` is 0, the result is the spec of a DFlash head.
 
     For arguments and errors see `dflash_spec`.
     """

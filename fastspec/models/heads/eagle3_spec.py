@@ -1,4 +1,4 @@
-"""EAGLE-3 heads (arXiv 2503.01840) and P-EAGLE heads: their configs in the layouts of EAGLE and speculators."""
+"""Specs of EAGLE-3 heads (arXiv 2503.01840) and P-EAGLE heads, from configs in the layouts of EAGLE and speculators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KNOWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec(HeadSpec):
-    """Sizes and arithmetic of an EAGLE-3 head.
+    """Sizes and arithmetic of an EAGLE-3 head. Brackets have the variants, each with the flag that turns it on.
 
         a = the target's hidden states at one position, concatenated
         a = norm(a) [with norm_before_fc], or each hidden state has its own norm [with fc_norm]
@@ -46,7 +46,8 @@ class Eagle3Spec(HeadSpec):
 
     Attributes:
         fc: True if the target's hidden states are first multiplied with Wfc.
-        fc_bias, norm_before_fc, fc_norm, norm_before_residual, norm_output: see above.
+        fc_bias: True if that product has a bias.
+        norm_before_fc, fc_norm, norm_before_residual, norm_output: flags of the variants in the formulas.
     """
 
     fc: bool = True
@@ -58,9 +59,9 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor stored for a row's newest position.
+        """Shape of what is stored for each row between steps: the result of `Eagle3.absorb` at the newest position.
 
-        The first draft continues from it; see `Eagle3.absorb`.
+        The pass for the first draft continues from it.
         """
         return (self.attention_inputs,)
 
@@ -69,10 +70,10 @@ class Eagle3Spec(HeadSpec):
 class PEagleSpec(Eagle3Spec):
     """Sizes and arithmetic of a P-EAGLE head: an EAGLE-3 head that makes all drafts of a step in one pass.
 
-    Position n - 2 of a row with n tokens is that of EAGLE-3, and makes draft 0. Positions n - 1, n, .. make the other
-    drafts. There the token is a mask, and the target's hidden states are the tensor `mask_hidden`:
+    In a row with n tokens, position n - 2 makes draft 0, as in EAGLE-3. Positions n - 1, n, .. make the other drafts in
+    the same pass. Their token is a mask, and the tensor `mask_hidden` replaces the target's hidden states:
 
-        e = norm(embedding of the mask), g = mask_hidden Wfc      the rest as in `Eagle3Spec`
+        e = norm(embedding of the mask), g = mask_hidden Wfc      other formulas are those of `Eagle3Spec`
 
     Attributes:
         mask_id: token id whose embedding is used for masks.
@@ -82,7 +83,7 @@ class PEagleSpec(Eagle3Spec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor stored for a row's newest position: its g, with which the pass starts."""
+        """Shape of what is stored for each row between steps: g at the newest position, the input of the next pass."""
         return (self.hidden_size,)
 
 
@@ -116,11 +117,12 @@ def eagle3_spec(
     """Makes the spec of an EAGLE-3 head from its config and the shapes of its tensors.
 
     Args:
-        found: its type and layout.
+        found: type and layout of the head.
         raw: content of `config.json`.
-        infos: its tensors, by `plain_name`.
+        infos: properties of its stored tensors, by `plain_name`.
         target: sizes of the target.
-        feature_layers: boundaries of target layers that the user chose. None: those of the config.
+        feature_layers: boundaries of the target whose hidden states the head reads, if the user chose them. Boundary b
+            is the hidden state after b layers. None: those in the config.
         where: path of the config, for messages.
 
     Raises:
@@ -150,10 +152,10 @@ def eagle3_spec(
 
 
 def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) -> dict[str, bool]:
-    """Returns the flags of the variant. Defaults are those of the engine that wrote the layout.
+    """Returns the flags of `Eagle3Spec` that are found in a head's config or follow from its tensors.
 
-    `norm_before_residual` is a flag of speculators and of vLLM. If it is missing, speculators uses false. SGLang has no
-    such flag, and computes as with false.
+    A missing flag is false, as in the engine for which the layout was made. `norm_before_residual` is a flag of
+    speculators and of vLLM. SGLang has no such flag, and its arithmetic is that for false.
     """
     inner = raw.get("eagle_config")
     eagle: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
@@ -189,7 +191,13 @@ def _check_target(
 
 
 def _inputs(infos: Mapping[str, TensorInfo], target: TargetSizes, decoder: ModelSpec) -> int:
-    """Returns how many hidden states of the target it reads, from the width of its first product."""
+    """Returns the number of the target's hidden states that a head reads at each position.
+
+    It follows from the width of `fc.weight`. Without this tensor it is 1.
+
+    Raises:
+        CheckpointError: the width does not fit the target's hidden size.
+    """
     if "fc.weight" not in infos:
         if decoder.hidden_size != target.hidden_size:
             raise CheckpointError(
@@ -231,14 +239,14 @@ def _readings(
         raise CheckpointError(f"{name}={list(ids)} has {len(ids)} entries, and fc.weight is made for {count}")
     behind = ids_of(inner.get("layer_ids"), "layer_ids")
     if behind is not None and list(behind) == [each + 1 for each in ids]:
-        return readings_of(behind, target.layers, 0)  # the config names them in both ways, so there is only one reading
+        return readings_of(behind, target.layers, 0)  # the config has both kinds of numbers: only one reading is left
     # SGLang and its trainer read the numbers as layers whose output is used; vLLM and speculators read them as
     # boundaries
     return readings_of(ids, target.layers, 0) if written else readings_of(ids, target.layers, 1, (0,))
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses a head that shares a matrix with the target, if the target's matrix has another shape."""
+    """Refuses a head that lacks its embedding or output matrix, if the target's matrix does not fit it."""
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """Finds multi-token prediction (MTP) layers among the tensors of a checkpoint, by their names.
 
-DeepSeek-V3 (arXiv 2412.19437, section 2.2) has the formulas; publishers store the same parts under different names.
-Qwen's layout has the first product and the norms once for all layers. In other layouts each layer has its own. In
-Nemotron's an MTP layer is two stored layers: attention, and experts.
+The formulas are those of DeepSeek-V3 (arXiv 2412.19437, section 2.2). Publishers store the same tensors under different
+names. In Qwen's layout all MTP layers share the projection `fc` and the norms before and after the decoder layer. In
+other layouts each layer has its own. In Nemotron's layout an MTP layer is stored as two layers: attention, and experts.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _NAMES: Final[Mapping[MtpLayout, Mapping[str, str]]] = {
     "nemotron": _ENDS,
     "mimo-v2": {**_ENDS, "pre_mlp_layernorm": f"{LAYER}post_attention_layernorm"},
 }
-SECOND_NORM: Final = "mlp_norm"  # name of the norm of Nemotron's second stored layer; that of the first is "norm"
-_MIXER: Final = re.compile(r"mixer\.[qkvo]_proj")  # parts of Nemotron's first stored layer
+SECOND_NORM: Final = "mlp_norm"  # norm of the second layer that Nemotron stores for an MTP layer; the first has "norm"
+_MIXER: Final = re.compile(r"mixer\.[qkvo]_proj")  # matrices of the first layer that Nemotron stores for an MTP layer
 _COPIES: Final = ("embed_tokens", "shared_head.head")  # copies of the model's own matrices, which are not read
 
 
@@ -50,13 +50,13 @@ class StoredMtp:
     """MTP layers that a checkpoint contains in addition to its model.
 
     Attributes:
-        layout: naming of the tensors: "mtp" is Qwen's, "nextn" DeepSeek's and GLM's, "mimo" MiMo's,
-            "nemotron" Nemotron's.
+        layout: publisher whose tensor names are used: "mtp" is Qwen, "nextn" is DeepSeek and GLM, "mimo" is MiMo,
+            "mimo-v2" is MiMo-V2, "nemotron" is Nemotron.
         depth: number of MTP layers.
-        names: tensors of all MTP layers: name in this package -> stored name. Names of the first layer are fc,
-            pre_fc_norm_embedding, pre_fc_norm_hidden and norm, and `model.layers.0.*` for the decoder layer. Those of
-            layer j are `part_name` and `model.layers.j.*`.
-        stored: stored names of all MTP layers' tensors, including copies of shared matrices.
+        names: name of a tensor in this package -> its stored name, for all MTP layers. The first layer has the names
+            fc, pre_fc_norm_embedding, pre_fc_norm_hidden and norm, and `model.layers.0.*` for its decoder layer. Layer
+            j has the names that `part_name` makes from these, and `model.layers.j.*`.
+        stored: stored names of all tensors of MTP layers, including copies of the model's embedding and output matrix.
     """
 
     layout: MtpLayout
@@ -66,17 +66,22 @@ class StoredMtp:
 
     @property
     def hidden_first(self) -> bool:
-        """True if the first product reads the hidden state before the embedding."""
+        """True if the hidden state comes before the embedding in the input of `fc`."""
         return self.layout == "mimo"
 
     @property
     def shares_parts(self) -> bool:
-        """True if all layers have the first product and the norms of the first one."""
+        """True if all MTP layers use the same `fc` and the same norms outside of their decoder layer."""
         return self.layout == "mtp"
 
 
 def part_name(module: str, index: int) -> str:
-    """Returns the name in this package of a part of MTP layer `index` besides its decoder layer."""
+    """Returns the name in this package of a module of MTP layer `index`, such as fc, outside of its decoder layer.
+
+    Args:
+        module: name of the module in the first layer.
+        index: number of the MTP layer.
+    """
     return f"{module}.{index}" if index else module
 
 
@@ -103,9 +108,16 @@ def _unwrapped(name: str) -> str:
 
 
 def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | None:
-    """Splits a stored name into (number of the MTP layer, module by its name in `StoredMtp.names`, parameter).
+    """Parses the stored name of a tensor in one layout.
 
-    None: not a tensor of an MTP layer.
+    Args:
+        layout: the layout.
+        text: the name, without prefixes.
+        layers: number of layers of the model.
+
+    Returns:
+        (number of the MTP layer, name of the module as in `StoredMtp.names`, name of the parameter). None if it is not
+        a tensor of an MTP layer.
     """
     match = _PLACES[layout].fullmatch(text)
     if match is None:
@@ -123,7 +135,14 @@ def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | 
 
 
 def _of_nemotron(second: int, module: str) -> str:
-    """Returns the name of a module of the first or second stored layer. One that belongs to the other keeps its own."""
+    """Returns the package's name of a module in one of the two layers that Nemotron stores for an MTP layer.
+
+    A module that does not belong in this stored layer gets a name with "other.", so that it is found to be unknown.
+
+    Args:
+        second: 0 for the first stored layer, with attention. 1 for the second, with experts.
+        module: stored name of the module, without its layer.
+    """
     if module in _ENDS:
         return _ENDS[module]
     if module == "norm":
@@ -145,7 +164,7 @@ def _stored(layout: MtpLayout, found: Mapping[str, tuple[int, str, str]]) -> Sto
 
 
 def _of_layer(module: str, index: int) -> str:
-    """Returns the name in this package of a module of MTP layer `index`."""
+    """Returns the name in this package of a module of MTP layer `index`, from its name in the first layer."""
     if module.startswith(LAYER):
         return f"model.layers.{index}.{module.removeprefix(LAYER)}"
     return part_name(module, index)

@@ -1,4 +1,4 @@
-"""MTP layers in a target's own checkpoint: their spec and their stored tensors."""
+"""MTP layers (multi-token prediction) in a target's own checkpoint: their spec and their stored tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from fastspec.models.checkpoints.tensor_source import TensorSource
 
 MTP: Final = "mtp"
-"""The value of `draft` that stands for the target's own MTP layer."""
+"""Value of the argument `draft` that selects the target's own MTP layers as drafter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,19 +45,23 @@ class MtpSpec(HeadSpec):
     Layer j = 0, 1, .. at position i:
 
         e = norm(embedding of token i + 1 + j)
-        h = norm(the target's hidden state after its final norm; with j > 0 x of layer j - 1), at the same position
-        x = [e h] Wfc^T                    [h e] with hidden_first
-        x = norm(layer(x))                 the layer has the plan of the target's last layer with attention; Nemotron's
-                                           also has the experts of its last layer with experts
-        logits = x Whead^T                 of token i + 2 + j
+        h = norm(s)                        s: the target's hidden state at i after its final norm; for j > 0 the last x
+                                           of layer j - 1 at i
+        x = [e h] Wfc^T                    with hidden_first [h e]
+        x = norm(layer(x))                 a decoder layer, and the final norm of MTP layer j
+        logits = x Whead^T                 for token i + 2 + j
 
-    Layer j makes draft j. For drafts after the last layer's own one, this layer goes to the next position, and h is its
-    own x at the position before. The embedding and Whead are the target's. With `draft_vocab`, Whead is a separate
-    matrix with some rows of the target's. All norms have the target's type.
+    Layer j makes draft j. If a step has more drafts than layers, the last layer makes the further ones, each one
+    position later. There s is the last x of the same layer at the position before.
+
+    The decoder layer has the sizes and the arithmetic of the target's last layer with full attention. If there is none,
+    the last layer with a sliding window is used. In Nemotron's layout it also has the experts of the target's last
+    layer with experts. The embedding and Whead are the target's. With `draft_vocab`, Whead is a separate matrix with
+    some rows of the target's. All norms have the target's type.
 
     Attributes:
         hidden_first: True if the hidden state comes before the embedding in the input of Wfc.
-        shares_parts: True if all layers have the same Wfc and the same norms outside of their decoder layer.
+        shares_parts: True if all MTP layers have the same Wfc and the same norms outside of their decoder layer.
     """
 
     hidden_first: bool = False
@@ -65,29 +69,34 @@ class MtpSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor stored for each row between steps.
+        """Shape of the tensor that is stored for each row between steps.
 
-        One layer: the state at the newest position from which the first draft continues; see `Mtp.absorb`. Several:
-        the target's hidden states at the newest positions.
+        With one MTP layer it is the result of `Mtp.absorb` at the newest position. The pass for the first draft
+        continues from it. With several layers it has the target's hidden states at the `computed_again` newest
+        positions.
         """
         return (self.computed_again, 1, self.hidden_size) if self.num_layers > 1 else (self.attention_inputs,)
 
     @property
     def computed_again(self) -> int:
-        """Positions before the newest one that are computed again, see `Proposer.computed_again`.
+        """Number of a row's newest positions whose K and V the next step computes again; see `Proposer`.
 
-        Layer j reads token i + 1 + j at position i, which is a draft at the newest positions.
+        Layer j reads token i + 1 + j at position i. At the newest positions this token is a draft, which may be
+        refused.
         """
         return self.num_layers - 1
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of its own weights in `dtype`; norms may be in fp32."""
+        """Returns the bytes of the MTP layers' own weights, with matrices in `dtype`. Norms may be in fp32."""
         sizes = {2: dtype.itemsize, 1: self.decoder.norm_dtype(dtype).itemsize}
         return sum(sizes.get(len(shape), dtype.itemsize) * math.prod(shape) for shape in self.tensors.values())
 
 
 def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
-    """Returns the tensors of the MTP layers that `resolve_mtp` found, by the names in `StoredMtp.names`."""
+    """Returns the tensors of the MTP layers that `resolve_mtp` found, by the package's names in `StoredMtp.names`.
+
+    With a reduced vocabulary they include chosen rows of the target's output matrix.
+    """
     target, spec = checkpoint.source, checkpoint.spec
     assert target is not None, "layers lie in their target's checkpoint"
     assert isinstance(spec, MtpSpec), "as its spec says"
@@ -98,9 +107,13 @@ def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
-    """Returns the tensors of the MTP layers in a target's directory, by the names in `StoredMtp.names`.
+    """Returns the tensors of the MTP layers in a target's directory, by the package's names in `StoredMtp.names`.
 
-    If the target is quantised, matrices of its MTP layers may be quantised too, or not.
+    If the target is quantised, each matrix of its MTP layers may be quantised or not.
+
+    Args:
+        target: checkpoint of the target.
+        spec: spec of its MTP layers.
     """
     assert target.directory is not None, "checked by `resolve_mtp`"
     stored: TensorSource = ShardTensors(target.directory)
@@ -127,8 +140,8 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
     """Makes the spec of the MTP layers in a target's directory.
 
     Raises:
-        CheckpointError: there is none.
-        UnsupportedModel: the target is hosted, or an MTP layer has experts and the target's layers are dense.
+        CheckpointError: the directory has no MTP layer.
+        UnsupportedModel: the target runs as transformers' module, or an MTP layer has experts and the target has none.
     """
     if target.spec.hosting:
         raise UnsupportedModel(
@@ -166,13 +179,17 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
 
 def _plan(model: ModelSpec) -> LayerPlan:
-    """Returns the plan of the last layer with attention, if possible of one without a sliding window."""
+    """Returns the plan of the target's last layer with full attention, or, if it has none, with a sliding window."""
     attending = [model.plans[layer] for layer in model.attending]
     return next((plan for plan in reversed(attending) if plan.window is None), attending[-1])
 
 
 def _with_experts(model: ModelSpec, plan: LayerPlan) -> LayerPlan:
-    """Returns the plan of a layer with attention, and with the experts of the model's last layer that has any."""
+    """Returns `plan`, the plan of a layer with attention only, with the experts of the model's last layer with experts.
+
+    Raises:
+        UnsupportedModel: the layer has an MLP already, or the model has no experts.
+    """
     experts = [each.experts for each in model.plans if each.experts is not None]
     if plan.feeds or not experts:
         raise UnsupportedModel("an MTP layer in Nemotron's layout belongs to a model whose layers have one part each")

@@ -1,4 +1,7 @@
-"""Passes of learned heads: EAGLE-3, MTP, DFlash and their relatives. Each is a decoder with different inputs."""
+"""Forward passes of learned drafters: EAGLE-3, MTP, DFlash and their relatives.
+
+Each is a decoder whose input is made from the target's hidden states.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,20 @@ from fastspec.shapes import ForwardBatch, Tiling
 
 
 class Lender(Protocol):
-    """Target whose embedding and output matrix a head may use: a `Decoder` or a `HostedModel`."""
+    """Target model whose embedding and output matrix a learned drafter may use: a `Decoder` or a `HostedModel`."""
 
     @property
     def weights(self) -> DecoderWeights:
-        """Its weights."""
+        """The target's weights."""
 
     def head_logits(self, x: Tensor, tiling: Tiling, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        """Returns fp32 logits [..., V] of the target's output matrix for x, or for a norm of x."""
+        """Returns fp32 logits [..., V]: x [..., hidden] times the target's output matrix.
+
+        Args:
+            x: hidden states.
+            tiling: tile sizes of the product.
+            norm: (weight, epsilon) of an RMSNorm that is applied to x first. None: no norm.
+        """
 
     def head_argmax(
         self,
@@ -50,20 +59,27 @@ class Lender(Protocol):
         norm: tuple[Tensor, float] | None = None,
         work: Any = None,
     ) -> None:
-        """Writes the argmax of the first `limit` values of `head_logits`, for x [R, hidden]."""
+        """Writes the id of the largest logit below `limit` for each row of x [R, hidden] to `out`, int64 [R].
+
+        Args:
+            x, tiling, norm: see `head_logits`.
+            limit: ids from here on are not considered.
+            out: the results.
+            work: scratch memory from `Ops.workspace`. A `HostedModel` needs none.
+        """
 
 
 class HeadDecoder(Decoder):
-    """Decoder that can write keys and values without attending to them.
+    """Base class of learned drafters: a decoder that can write K and V to its cache without computing attention.
 
-    If several ranks share the target, each has some rows of its output matrix. A head that uses this matrix lets the
-    target multiply with it, and all ranks get all logits.
+    If several ranks share the target, each has some rows of the target's output matrix. A drafter that uses this matrix
+    calls the target's functions for logits. They gather the logits of all ranks.
     """
 
     _lender: Lender | None = None
 
     def borrowing(self, target: Lender) -> Self:
-        """Sets the target: it multiplies with its output matrix, if the head uses that one. Returns the head."""
+        """Sets the target, which computes the logits if this drafter uses the target's output matrix. Returns self."""
         self._lender = target if self.weights.head is target.weights.head else None
         return self
 
@@ -81,15 +97,27 @@ class HeadDecoder(Decoder):
             super().head_argmax(x, limit, tiling, out, **options)
 
     def _resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the residual stream after the last layer. `made` is that layer's input, q, k and v, concatenated."""
+        """Runs the last layer from its attention on. Returns the residual stream after it, [B, Q, hidden].
+
+        Args:
+            made: [B, Q, attention_inputs], the layer's residual stream, q, k and v, concatenated.
+            rows: positions of `made`.
+        """
         hidden = self.spec.hidden_size
         x, qkv = made[..., :hidden].contiguous(), made[..., hidden:].contiguous()
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
     def _store(self, index: int, heads: Tensor, rows: ForwardBatch, *, num_heads: int) -> Tensor:
-        """Writes keys, normed and rotated, and values of rows to a layer's cache.
+        """Writes keys and values of tokens to a layer's KV cache. Keys are normed and rotated (RoPE) first.
 
-        Returns their queries, if there are any.
+        Args:
+            index: number of the layer.
+            heads: [B, Q, elements], the heads of q, k and v of each token. With `num_heads` 0 only those of k and v.
+            rows: positions and write mask of the tokens.
+            num_heads: number of query heads in `heads`.
+
+        Returns:
+            The queries, normed and rotated, if there are any.
         """
         keys, values = self.cache.keys[index], self.cache.values[index]
         where = keys, values, rows.block_table, rows.positions, rows.write_mask
@@ -98,15 +126,15 @@ class HeadDecoder(Decoder):
 
 
 class Eagle3(HeadDecoder):
-    """Weights and KV cache of an EAGLE-3 head (arXiv 2503.01840), and its passes. `Eagle3Spec` has the formulas.
+    """EAGLE-3 head (arXiv 2503.01840): its weights, KV cache and forward passes. `Eagle3Spec` has the formulas.
 
-    In every pass, position i has the hidden state at i and the next token, i + 1: `rows.ids` are these next tokens. So
-    its KV cache is one position shorter than the target's.
+    The input at position i is the target's hidden state at i, and the token at i + 1. So `rows.ids` of every pass are
+    the tokens one position later. The head's KV cache is one position shorter than the target's.
 
     Args:
         spec: sizes and arithmetic of the head.
-        weights: its own weights, and those that it shares with the target.
-        cache: pages of its layers, in the target's page table.
+        weights: the head's own weights, and those that it shares with the target.
+        cache: KV pages of the head's layers. The target's page table is used.
         ops, sizes: see `Decoder`.
     """
 
@@ -118,7 +146,15 @@ class Eagle3(HeadDecoder):
         self._chunk_norms = [weights.vector(f"fc_norm.{index}.weight") for index in range(spec.feature_layers)]
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """Returns g [B, Q, hidden] for the target's hidden states [B, Q, layers, target's hidden]."""
+        """Joins the target's hidden states of several layers to one vector per position: g in `Eagle3Spec`.
+
+        Args:
+            features: [B, Q, layers, target's hidden], the target's hidden states.
+            tiling: tile sizes of the product.
+
+        Returns:
+            g [B, Q, hidden].
+        """
         eps = self.spec.rms_eps
         if self.head.fc_norm:
             normed = [
@@ -135,35 +171,45 @@ class Eagle3(HeadDecoder):
         return self.ops.linear(wide, fc, self._own.vector("fc.bias"), tiling, **options)
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the residual stream after the last layer, [B, Q, hidden]. Writes K and V of all layers.
+        """Runs all layers. Returns the residual stream after the last layer, [B, Q, hidden].
+
+        Writes K and V of all layers to the cache.
 
         Args:
             g: [B, Q, hidden], from `condense` or `feature`.
-            rows: positions of g, with the tokens that follow them.
+            rows: positions of g. Their ids are the tokens one position later.
         """
         x, qkv = self._upto_last(g, rows)
         return self._layer(self.spec.num_layers - 1, x, qkv, rows)[0]
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V of all layers. Computes only what they need: no attention in the last layer.
+        """Writes K and V of all layers to the cache. Skips the last layer's attention and everything after it.
+
+        Args:
+            g, rows: see `drafted`.
 
         Returns:
-            [B, Q, attention_inputs], from which `resumed` continues.
+            [B, Q, attention_inputs], the input of the last layer's attention. `resumed` continues from it.
         """
         x, qkv = self._upto_last(g, rows)
         self._store(self.spec.num_layers - 1, qkv, rows, num_heads=self.spec.num_heads)
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the result of `drafted`, from that of `absorb` for these positions. `rows.ids` are not read."""
+        """Completes a pass that `absorb` began. Returns the result of `drafted`, [B, Q, hidden].
+
+        Args:
+            made: [B, Q, attention_inputs], the result of `absorb` for these positions.
+            rows: the positions. Their ids are not read.
+        """
         return self._resumed(made, rows)
 
     def feature(self, x: Tensor) -> Tensor:
-        """Returns g of the next position, from the result of `drafted`."""
+        """Returns g [B, Q, hidden] for the next position, from the result x of `drafted`."""
         return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
 
     def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Returns the residual stream before the last layer, and that layer's q, k and v."""
+        """Runs all layers up to the last layer's attention. Returns (residual stream, q, k and v of the last layer)."""
         layer, eps = self.weights.layers[0], self.spec.rms_eps
         assert layer.input_norm is not None, "of the embeddings"
         norms = layer.input_norm, self._hidden_norm
@@ -178,10 +224,10 @@ class Eagle3(HeadDecoder):
 
 
 class PEagle(Eagle3):
-    """Weights and KV cache of a P-EAGLE head, and its passes. `PEagleSpec` has the formulas.
+    """P-EAGLE head: its weights, KV cache and forward passes. `PEagleSpec` has the formulas.
 
-    The K and V of masks stay in the cache until the next pass, at the positions after those of the text. They are
-    overwritten before any pass reads them.
+    A pass also writes K and V of mask tokens to the cache, at the positions after the text. Later passes overwrite them
+    before they read these positions.
 
     Args:
         spec, weights, cache, ops, sizes: see `Eagle3`.
@@ -192,11 +238,11 @@ class PEagle(Eagle3):
         self.head: PEagleSpec = spec
 
     def block(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the residual stream after the last layer at one position and at masks after it, [B, Q, hidden].
+        """Makes the hidden states for all drafts of a step in one pass. Returns the residual stream [B, Q, hidden].
 
         Args:
-            g: [B, 1, hidden], from `condense`.
-            rows: Q positions of each row, with the token after the first one and then masks.
+            g: [B, 1, hidden], from `condense`, for the first of the Q positions. Others get the tensor `mask_hidden`.
+            rows: Q positions of each row. The first id is the token one position later, and the others are masks.
         """
         read = (1, 1, self.head.feature_layers, self.head.target.hidden_size)
         masked = self.condense(_there(self._own.vector(MASK_HIDDEN)).view(read), rows.tiling)
@@ -205,7 +251,13 @@ class PEagle(Eagle3):
 
 
 class MtpPart(NamedTuple):
-    """Tensors of an MTP layer besides its decoder layer: the first product, and three norms."""
+    """Weights of an MTP layer outside of its decoder layer.
+
+    Attributes:
+        fc: [hidden, 2 hidden], which joins embedding and hidden state.
+        embed_norm, hidden_norm: norms of the embedding and of the hidden state, before `fc`.
+        norm: norm after the decoder layer.
+    """
 
     fc: Weight
     embed_norm: Tensor
@@ -214,15 +266,15 @@ class MtpPart(NamedTuple):
 
 
 class Mtp(HeadDecoder):
-    """Weights and KV caches of MTP layers (arXiv 2412.19437), and their passes. `MtpSpec` has the formulas.
+    """MTP layers (arXiv 2412.19437): their weights, KV cache and forward passes. `MtpSpec` has the formulas.
 
-    In a pass of layer j, position i joins a hidden state of position i with token i + 1 + j: `rows.ids` are these
-    tokens. So its KV cache is 1 + j positions shorter than the target's.
+    The input of layer j at position i is a hidden state at i, and the token at i + 1 + j. So `rows.ids` of a pass are
+    the tokens 1 + j positions later. The KV cache of layer j is 1 + j positions shorter than the target's.
 
     Args:
         spec: sizes and arithmetic of the layers.
-        weights: their own weights, and those that they share with the target.
-        cache: KV pages of the layers, in the target's page table.
+        weights: weights of the layers, and those that they share with the target.
+        cache: KV pages of the layers. The target's page table is used.
         ops, sizes: see `Decoder`.
     """
 
@@ -235,17 +287,21 @@ class Mtp(HeadDecoder):
         self._stores = plain and plan.rope == 0
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """Returns g [B, Q, hidden]: the target's hidden states [B, Q, 1, hidden], unchanged."""
+        """Removes the axis of layers from the target's hidden states: [B, Q, 1, hidden] becomes g [B, Q, hidden].
+
+        `tiling` is not used. `Eagle3.condense` has a product here.
+        """
         return features[:, :, 0]
 
     def drafted(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
-        """Returns the hidden state after a layer and its final norm, [B, Q, hidden], the head's input.
+        """Runs MTP layer `index` and its final norm. Returns the hidden states for logits, [B, Q, hidden].
 
-        Writes K and V.
+        Writes K and V of the layer to the cache.
 
         Args:
-            g: [B, Q, hidden], from `condense` or `feature`, or the result of this function for the layer before.
-            rows: positions of g, with the tokens that the layer reads there.
+            g: [B, Q, hidden], from `condense` or `feature`. For a later layer the result of `drafted` for the layer
+                before.
+            rows: positions of g. Their ids are the tokens 1 + index positions later.
             index: number of the layer.
         """
         x, qkv = self._entered(index, g, rows)
@@ -253,10 +309,13 @@ class Mtp(HeadDecoder):
         return self._tail(index, attended, x, rows.tiling)
 
     def absorb(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
-        """Writes K and V. Skips attention if an op can store only K and V.
+        """Writes K and V of MTP layer `index` to the cache. Skips the MLP, and attention where an op can store K and V.
+
+        Args:
+            g, rows, index: see `drafted`.
 
         Returns:
-            [B, Q, attention_inputs], from which `resumed` continues.
+            [B, Q, attention_inputs], the input of the layer's attention. `resumed` continues from it.
         """
         x, qkv = self._entered(index, g, rows)
         if self._stores:
@@ -266,22 +325,26 @@ class Mtp(HeadDecoder):
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the result of `drafted`, from that of `absorb` for these positions. `rows.ids` are not read."""
+        """Completes a pass that `absorb` began for the last layer. Returns the result of `drafted`, [B, Q, hidden].
+
+        Args:
+            made, rows: see `Eagle3.resumed`.
+        """
         return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
 
     def feature(self, x: Tensor) -> Tensor:
-        """Returns g of the next position, [B, Q, hidden]: the result of `drafted`, unchanged."""
+        """Returns x, the result of `drafted`: here it is g of the next position."""
         return x
 
     def _entered(self, index: int, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Returns a layer's input, see `_joint`, and its q, k and v."""
+        """Computes the input of a decoder layer, [B, Q, hidden], and the layer's q, k and v."""
         x = self._joint(index, g, rows)
         qkv = self._qkv(index, x, rows.tiling)
         assert qkv is not None, "the layers of a head attend"
         return x, qkv
 
     def _joint(self, index: int, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns a layer's input [B, Q, hidden]: hidden states and embeddings of tokens, joined by its `fc`."""
+        """Computes the input of a decoder layer [B, Q, hidden]: embeddings and hidden states g, multiplied by `fc`."""
         plan, part, eps = self.spec.plans[index], self._parts[index], self.spec.rms_eps
         norms, first = (part.embed_norm, part.hidden_norm), self.head.hidden_first
         if self._embed_scale == 1.0 and plan.norm != "layer":
@@ -301,7 +364,14 @@ class Mtp(HeadDecoder):
         return None
 
     def _tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the hidden state after a layer's attention, its MLP and its final norm."""
+        """Completes an MTP layer after its attention: output projection, MLP and final norm. Returns [B, Q, hidden].
+
+        Args:
+            index: number of the layer.
+            attended: result of the layer's attention.
+            x: residual stream before the layer.
+            tiling: tile sizes of the products.
+        """
         x, _ = self._after_attention(index, attended, x, tiling)
         return self._norm(self.spec.plans[index], x, self._parts[index].norm)
 
@@ -310,12 +380,12 @@ class Mtp(HeadDecoder):
         return self.head_logits(hidden, tiling)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax without the final norm, which `drafted` has already applied."""
+        """Writes the argmax of the logits without the final norm, which `drafted` has already applied."""
         self.head_argmax(hidden, limit, tiling, out, work=self._work)
 
 
 def _mtp_part(weights: HeadWeights, index: int) -> MtpPart:
-    """Returns the parts of MTP layer `index`. The final norm of the first layer is that of the decoder."""
+    """Returns the weights of MTP layer `index` outside of its decoder layer. Layer 0 ends with `decoder.norm`."""
     fc, *norms = (f"{part_name(name, index)}.weight" for name in (FC, EMBED_NORM, HIDDEN_NORM, NORM))
     found = [weights.vector(name) for name in norms[:2]]
     last = weights.vector(norms[2]) if index else weights.decoder.norm
@@ -328,7 +398,7 @@ _T = TypeVar("_T")
 
 
 class DFlash(HeadDecoder):
-    """Weights and KV cache of a DFlash head (arXiv 2602.06036), and its passes. `DFlashSpec` has the settings.
+    """DFlash head (arXiv 2602.06036): its weights, KV cache and forward passes. `DFlashSpec` has the settings.
 
         c = norm([f_1 .. f_n] Wfc)                        f: the target's hidden states at one position
         context: k, v of every layer = c Wk, c Wv         at the positions of accepted tokens, stored in the cache
@@ -336,20 +406,20 @@ class DFlash(HeadDecoder):
                  x = x + attention(norm(x)), over the keys of the context and of the block;  x = x + mlp(norm(x))
         logits = norm(x) Whead
 
-    All rows of a block see each other, but `Ops.attend` only reads keys at or before a row's position. So the keys of
-    the block are stored first, in the pages after the context. Then all rows attend as if they were at the last
-    position, after each was rotated by its own position. Only one pass uses these keys: a later pass overwrites them,
-    either with its own block or by `store_context`.
+    All tokens of a block attend to each other, but `Ops.attend` only reads keys at or before a query's position. So
+    the keys of the block are stored first, in the pages after the context. Queries and keys are rotated by their own
+    positions. Then attention runs as if all queries were at the block's last position. Only this pass uses these keys.
+    A later pass overwrites them, either with its own block or by `store_context`.
 
     Args:
         spec: sizes and arithmetic of the head.
-        weights: its own weights, and those that it shares with the target.
-        cache: pages of its layers, in the target's page table.
+        weights: the head's own weights, and those that it shares with the target.
+        cache: KV pages of the head's layers. The target's page table is used.
         ops: implementations of all operations of a pass.
         max_positions: largest number of positions of a row, including its last block.
         batch: largest number of rows of a pass.
         max_queries: largest number of tokens of each row in a step.
-        mask: [hidden], the embedding of masks. None: that of their token.
+        mask: [hidden], the embedding of masks. None: row `mask_id` of the embedding is used.
     """
 
     def __init__(
@@ -374,11 +444,13 @@ class DFlash(HeadDecoder):
         self._context_bias, self._sinks = weights.vector("context.bias"), weights.vector("sinks")
 
     def store_context(self, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of accepted tokens to the caches of all layers, with one product.
+        """Writes K and V of accepted tokens to the KV cache of all layers. They come from the target's hidden states.
+
+        One product makes K and V of all layers.
 
         Args:
-            features: [B, Q, n, target's hidden], hidden states of the target at these tokens.
-            rows: their positions and write mask; ids are not read.
+            features: [B, Q, n, target's hidden], the target's hidden states at these tokens, of n layers.
+            rows: positions and write mask of the tokens. Ids are not read.
         """
         context = self.ops.linear(features.flatten(2), self._fc, None, rows.tiling)
         norm = (self._hidden_norm, self.spec.rms_eps)
@@ -387,10 +459,10 @@ class DFlash(HeadDecoder):
             self._store(index, kv, rows, num_heads=0)
 
     def block(self, rows: ForwardBatch) -> Tensor:
-        """Returns the residual stream of a block after the last layer, [B, Q, hidden].
+        """Runs all layers for a block, which is a row's last token and masks after it. Returns [B, Q, hidden].
 
-        A block is the last token of each row and masks. Its keys stay in the cache until the next pass, at the
-        positions after the context.
+        The result is the residual stream after the last layer. The block's keys stay in the cache until the next pass,
+        at the positions after the context.
         """
         x, whole = self._embedded(rows), self._at_last(rows)
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
@@ -401,7 +473,14 @@ class DFlash(HeadDecoder):
         return x
 
     def _attended(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
-        """Computes attention of a block's rows before the output projection, [B, Q, H * D]."""
+        """Computes a layer's attention for the tokens of a block, before the output projection: [B, Q, H * D].
+
+        Args:
+            index: number of the layer.
+            qkv: [B, Q, (H + 2 Hkv) * D], the layer's q, k and v.
+            rows: positions of the tokens.
+            whole: the same tokens, from `_at_last`.
+        """
         if self.head.causal[index]:
             rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
             attended = self._attend_rows(index, qkv, rows, self._tables[0], self._norms(index), rule, sinks)
@@ -411,7 +490,7 @@ class DFlash(HeadDecoder):
         return attended if self.head.value_scale == 1.0 else attended * self.head.value_scale
 
     def _at_last(self, rows: ForwardBatch) -> ForwardBatch:
-        """Returns the rows of a block, all at the position of the last one, and with a write mask of False."""
+        """Returns a block's tokens with the position of the last one for all, and with a write mask of False."""
         last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
         return replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
 
@@ -422,10 +501,10 @@ class DFlash(HeadDecoder):
         return x if self.head.embed_scale == 1.0 else x * self.head.embed_scale
 
     def _attend_all(self, index: int, qkv: Tensor, rows: ForwardBatch, whole: ForwardBatch) -> Tensor:
-        """Computes attention of a block's rows to the context and to each other, [B, Q, H * D].
+        """Computes attention of a block's tokens to the context and to all tokens of the block: [B, Q, H * D].
 
         Args:
-            whole: result of `_at_last`.
+            index, qkv, rows, whole: see `_attended`.
         """
         num_heads, rule = self.spec.num_heads, self.spec.plans[index].rule
         query = self._store(index, qkv, rows, num_heads=num_heads)
@@ -441,7 +520,7 @@ class DFlash(HeadDecoder):
 
 
 class DSpark(DFlash):
-    """Weights and KV cache of a DSpark head, and its passes. `DSparkSpec` has the formulas.
+    """DSpark head: its weights, KV cache and forward passes. `DSparkSpec` has the formulas.
 
     Args:
         spec: sizes and arithmetic of the head.
@@ -454,7 +533,15 @@ class DSpark(DFlash):
         self._after = _there(weights.matrix(dspark_spec.AFTER))
 
     def after(self, ids: Tensor, tiling: Tiling) -> Tensor:
-        """Returns what is added to the logits of a draft after tokens `ids` int64 [B, 1]: fp32 [B, 1, vocab_size]."""
+        """Returns the term that depends on the token before a draft and is added to the draft's logits.
+
+        Args:
+            ids: int64 [B, 1], the token before the draft.
+            tiling: tile sizes of the product.
+
+        Returns:
+            fp32 [B, 1, vocab_size].
+        """
         rows = self.ops.embed(self._before, ids.contiguous())
         added = self.ops.linear(rows, self._after, None, tiling, out_dtype=torch.float32)
         scale = self.spec.scales.logits
@@ -462,7 +549,7 @@ class DSpark(DFlash):
 
 
 class DFlash2(DFlash):
-    """Weights and KV cache of a DFlash2 head, and its passes. `DFlash2Spec` has the formulas.
+    """DFlash2 head: its weights, KV cache and forward passes. `DFlash2Spec` has the formulas.
 
     Args:
         spec: sizes and arithmetic of the head.
@@ -478,7 +565,7 @@ class DFlash2(DFlash):
 
     @property
     def candidates(self) -> int:
-        """Number of ids of each draft that the selector scores again."""
+        """Number of the most probable ids of each draft that the selector scores again."""
         return self._sizes.candidates
 
     @override
@@ -499,16 +586,16 @@ class DFlash2(DFlash):
         return x
 
     def projected(self, x: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the selector's input [B, k, rank] for the result of `block`."""
+        """Projects x [B, k, hidden], the result of `block`, to the selector's input [B, k, rank]."""
         return self.ops.linear(self.ops.norm(x, self.weights.norm, self.spec.rms_eps), self._projection, None, tiling)
 
     def scored(self, projected: Tensor, before: Tensor, candidates: Tensor) -> Tensor:
-        """Returns what is added to logits of candidates, fp32 [B, 1, n].
+        """Returns the selector's scores of candidate ids, which are added to their logits: fp32 [B, 1, n].
 
         Args:
-            projected: [B, 1, rank], from `projected`.
+            projected: [B, 1, rank], one draft's part of the method `projected`'s result.
             before: int64 [B, 1], the token before the draft.
-            candidates: int64 [B, n], target ids.
+            candidates: int64 [B, n], ids of the target.
         """
         context = self.ops.embed(self._before, before.contiguous()) * projected
         found = self.ops.embed(self._after, candidates.contiguous())
@@ -516,17 +603,34 @@ class DFlash2(DFlash):
 
     @override
     def _fuses(self, plan: LayerPlan) -> bool:
-        return False  # convolutions stand between the products
+        return False  # there are convolutions between the matrix products
 
     def _convolved(self, index: int, which: str, h: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
-        """Returns the convolution of a part's input [B, Q, hidden], and the kernel [B, Q, 2, taps, groups]."""
+        """Makes the convolution kernel of attention or MLP from its input h, and convolves h with it.
+
+        Args:
+            index: number of the layer.
+            which: name of the convolution: "attention_conv" or "mlp_conv".
+            h: [B, Q, hidden], input of attention or MLP, normed.
+            tiling: tile sizes of the product.
+
+        Returns:
+            (convolved h [B, Q, hidden], kernel [B, Q, 2, taps, groups]).
+        """
         weight = _there(self._own.matrix(f"layers.{index}.{which}.kernel_projection.weight"))
         groups = self.spec.hidden_size // self._sizes.group
         kernel = self.ops.linear(h, weight, None, tiling).unflatten(-1, (2, self._sizes.taps, groups))
         return self._convolution(index, which, 0, h, kernel), kernel
 
     def _convolution(self, index: int, which: str, side: int, h: Tensor, kernel: Tensor) -> Tensor:
-        """Convolves h [B, Q, hidden] over the rows of a block, in fp32. For `kernel` see `_convolved`."""
+        """Convolves h over the Q tokens of a block, in fp32. Returns [B, Q, hidden] in the dtype of h.
+
+        Args:
+            index, which: see `_convolved`.
+            side: 0: the convolution before attention or MLP, 1: the one after it.
+            h: [B, Q, hidden].
+            kernel: [B, Q, 2, taps, groups], from `_convolved`.
+        """
         base = _there(self._own.vector(f"layers.{index}.{which}.base_kernel"))[side].float()
         found, wide = torch.zeros_like(h, dtype=torch.float32), h.float()
         for tap in range(min(self._sizes.taps, h.shape[1])):
@@ -543,8 +647,13 @@ def _there(found: _T | None) -> _T:
 def mask_embedding(file: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Reads the embedding of masks, [hidden], from a safetensors file with the tensor `mask_embedding`.
 
+    Args:
+        file: path of the file.
+        hidden: number of elements that are wanted.
+        dtype, device: those of the result.
+
     Raises:
-        CheckpointError: the file is damaged, or has another tensor.
+        CheckpointError: the file is damaged, lacks the tensor, or the tensor has another size.
     """
     try:
         with safe_open(file, framework="pt", device="cpu") as opened:

@@ -1,4 +1,7 @@
-"""Finds a learned drafter: a head in its own checkpoint, or an MTP layer in its target's."""
+"""Finds a learned drafter and checks it against its target.
+
+It is a head in its own checkpoint, or the MTP layers in the target's checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +59,17 @@ READERS: Final[Mapping[HeadKind, SpecReader]] = {
 
 
 HeadFiles = tuple[Path, dict[str, Any], Recognised]
-"""Where a head's files lie, its config, and what it is."""
+"""Local directory of a head, content of its `config.json`, and its type and layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """Result of `draft_files`.
+    """Local files of the user's `draft`, as far as `draft_files` looked for them.
 
     Attributes:
-        head: files of the head. None: the draft is not a head.
-        fetched: local directory of a Hub id, so that it is fetched only once. None: not a Hub id.
+        head: directory, config and type of the head. None: the draft is not a head.
+        fetched: local directory to which the files of a Hub id were downloaded, so that they are not downloaded again.
+            None: the draft is not a Hub id.
     """
 
     head: HeadFiles | None = None
@@ -73,11 +77,11 @@ class DraftFiles:
 
 
 def draft_files(source: object, revision: str | None) -> DraftFiles:
-    """Finds out if the user's `draft` is a head, and fetches its files if it is a Hub id.
+    """Finds out if the user's `draft` is a learned drafter (head). Downloads its files if it is a Hub id.
 
     Args:
-        source: the user's `draft`. Files of a Hub id are fetched.
-        revision: revision of a Hub id.
+        source: the user's `draft`: a path, a Hub id, or any other object, which is not a head.
+        revision: revision of a Hub id, such as a branch or commit.
 
     Raises:
         CheckpointError: a head whose weights cannot be read, or a Hub id that could not be downloaded.
@@ -87,10 +91,10 @@ def draft_files(source: object, revision: str | None) -> DraftFiles:
         return DraftFiles()
     with naming("draft"):
         if find_gguf(source) is not None or hub_gguf(source) is not None:
-            return DraftFiles()  # no head is stored so
+            return DraftFiles()  # no head is a GGUF file
         directory = Path(os.path.abspath(os.path.expanduser(source)))
         if os.path.isdir(directory):
-            # a revision of a local directory: `resolve` raises the error
+            # a local directory has no revision: `resolve` raises the error later
             return DraftFiles() if revision is not None else DraftFiles(_head_files(directory))
         if not isinstance(source, str):
             return DraftFiles()
@@ -114,7 +118,7 @@ def _fetched(source: str, revision: str | None) -> Path:
     says: list[bool] = []
 
     def check(directory: Path) -> None:
-        """Refuses a directory that is neither a head nor a model, before its weights are downloaded."""
+        """Refuses files that are neither a head nor a supported model, before the weights are downloaded."""
         raw = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
         says.append(says_head(raw))
         if not says[-1]:
@@ -135,14 +139,17 @@ def resolve_head(
     feature_layers: Sequence[int] | None,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
-    """Resolves the head that `draft_files` has found, and checks it against its target. Allocates nothing.
+    """Makes the checkpoint of the head that `draft_files` has found, and checks it against its target.
+
+    Allocates no memory for weights.
 
     Args:
-        found: files of the head.
-        name: name for messages.
-        target: the target.
-        feature_layers: boundaries of target layers that the user chose. None: those of the config.
-        vocab: token ids that the head may draft. None: all that it knows.
+        found: directory, config and type of the head.
+        name: name of the head, for messages.
+        target: checkpoint of the target.
+        feature_layers: boundaries of the target whose hidden states the head reads, if the user chose them. Boundary b
+            is the hidden state after b layers. None: those in the head's config.
+        vocab: token ids that the head may draft, if the user chose them. None: all ids in its vocabulary.
 
     Raises:
         CheckpointError: the head is damaged, or was made for a target with other sizes.
@@ -182,7 +189,7 @@ def _assistant(
 
 
 def _architectures(target: Checkpoint) -> tuple[str, ...]:
-    """Returns the names of a target's class: of the model, and of the one of which it is the text part."""
+    """Returns the class names of a target: that of the model, and that of the larger model whose text part it is."""
     spec = target.spec
     if isinstance(spec, HostedInfo):
         return tuple(filter(None, (spec.kind.__name__, spec.whole)))
@@ -190,7 +197,18 @@ def _architectures(target: Checkpoint) -> tuple[str, ...]:
 
 
 def _with_vocab(head: HeadCheckpoint, own: HeadTensors, target: Checkpoint, vocab: Sequence[int]) -> HeadCheckpoint:
-    """Returns a head that drafts only the ids in `vocab`."""
+    """Returns the checkpoint of a head with a reduced vocabulary: it drafts only the ids in `vocab`.
+
+    Args:
+        head: the head with its whole vocabulary.
+        own: its stored tensors.
+        target: checkpoint of the target.
+        vocab: token ids of the target.
+
+    Raises:
+        UnsupportedOption: the head cannot have a reduced vocabulary, or has one already.
+        ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
+    """
     if isinstance(head.spec, AssistantSpec):
         raise UnsupportedOption("draft_vocab does not go with an assistant, whose ids are in groups; leave it out")
     if head.vocab_map is not None:
@@ -214,12 +232,13 @@ def resolve_mtp(
     asked: object,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
-    """Resolves the MTP layers of a target's checkpoint. Allocates nothing.
+    """Finds the MTP layers in a target's checkpoint, and makes a checkpoint of them. Allocates nothing.
 
     Args:
-        target: the resolved target.
-        revision, asked: the user's draft_revision and feature_layers; both must be None.
-        vocab: token ids that the layers may draft. None: all.
+        target: checkpoint of the target.
+        revision: the user's draft_revision, which must be None.
+        asked: the user's feature_layers, which must be None.
+        vocab: token ids that the layers may draft, if the user chose them. None: all.
 
     Raises:
         CheckpointError: the checkpoint has no MTP layer, or some of their tensors are missing.
@@ -258,7 +277,7 @@ def resolve_mtp(
 
 
 def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
-    """Returns ids of a short text, if several readings must be compared. Else an empty tuple."""
+    """Returns token ids of a short text. With them the readings of a head's config are compared. () for one reading."""
     if len(spec.readings) < 2:
         return ()
     tokenizer = load_tokenizer(target)
@@ -266,4 +285,4 @@ def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
     known = tuple(each for each in ids if 0 <= each < spec.target.vocab_size)
     if len(known) >= 16:
         return known
-    return tuple(index * 7919 % spec.target.vocab_size for index in range(64))  # without a tokenizer any ids are used
+    return tuple(index * 7919 % spec.target.vocab_size for index in range(64))  # any ids, because there is no tokenizer

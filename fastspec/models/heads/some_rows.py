@@ -1,6 +1,6 @@
-"""Reduced vocabularies that the user chose: some rows of the matrices that give a head's logits (FR-Spec).
+"""Reduced vocabulary of a learned drafter (head), chosen by the user: only some rows of its output matrix are loaded.
 
-Source: arXiv 2502.14856.
+Source: FR-Spec, arXiv 2502.14856.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ if TYPE_CHECKING:
 
 Spec = TypeVar("Spec", bound=HeadSpec)
 Place = tuple["TensorSource", str]
-"""A source, and the name of a tensor there."""
+"""Location of a tensor: a source, and the name of the tensor in it."""
 
 
 class WithSomeRows(WrappedSource):
-    """Tensors of a head, some of which are rows of other tensors.
+    """Tensors of a head. Some of them consist of chosen rows of other tensors.
 
     Args:
         own: tensors of the head.
-        places: sources and stored names of the other tensors, by their names here. Quantised ones are left out.
-        ids: int64 [n], the rows.
+        places: name of each tensor with chosen rows -> location of the tensor that has all rows. Entries whose tensor
+            does not exist at its location are ignored, for example because it is quantised.
+        ids: int64 [n], the chosen rows.
     """
 
     def __init__(self, own: TensorSource, places: Mapping[str, Place], ids: Tensor) -> None:
@@ -46,7 +47,7 @@ class WithSomeRows(WrappedSource):
         self._places = {name: place for name, place in places.items() if place[1] in place[0].infos()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns the tensors of both kinds."""
+        """Returns the properties of all tensors. Those with chosen rows have n rows."""
         found = dict(self._source.infos())
         for name, (source, stored) in self._places.items():
             whole = source.infos()[stored]
@@ -55,7 +56,7 @@ class WithSomeRows(WrappedSource):
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Opens all sources."""
+        """Context manager in which the files of all sources stay open."""
         sources = {id(source): source for source in (self._source, *(place[0] for place in self._places.values()))}
         with ExitStack() as stack:
             for source in sources.values():
@@ -63,14 +64,14 @@ class WithSomeRows(WrappedSource):
             yield
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor; rows as a copy."""
+        """Returns the tensor `name`. Chosen rows are a copy."""
         if name not in self._places:
             return super().read(name)
         source, stored = self._places[name]
         return source.read(stored)[self._ids]
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows and, for a matrix, columns of a tensor."""
+        """Returns a range of rows and, for a matrix, of columns of the tensor `name`."""
         return self.read(name)[rows, columns] if name in self._places else super().read_part(name, rows, columns)
 
     @override
@@ -87,19 +88,19 @@ class WithSomeRows(WrappedSource):
 
 
 def output_rows(target: Checkpoint) -> Place:
-    """Returns the place of a target's output matrix."""
+    """Returns the location of a target's output matrix, which is its embedding if the two are tied."""
     assert target.directory is not None, "checked before"
     model = named(ShardTensors(target.directory), target.native)
     return model, HEAD if HEAD in model.infos() else EMBED
 
 
 def places_of(own: TensorSource, spec: HeadSpec, target: Checkpoint) -> dict[str, Place]:
-    """Returns the places of all matrices of a head that give logits, by name.
+    """Returns the locations of the matrices with one row for each id that a head drafts, by name.
 
     Args:
         own: tensors of the head's checkpoint.
         spec: spec of the head, with the reduced vocabulary or without.
-        target: its target, whose output matrix is used if the head has none.
+        target: checkpoint of the target, whose output matrix is used if the head has none.
 
     Raises:
         UnsupportedOption: the target's output matrix is needed, and the target is not a directory.
@@ -118,7 +119,12 @@ def places_of(own: TensorSource, spec: HeadSpec, target: Checkpoint) -> dict[str
 
 
 def with_vocab(spec: Spec, ids: Tensor) -> Spec:
-    """Returns the spec of a head that drafts only some of the target's ids."""
+    """Returns the spec of a head with a reduced vocabulary.
+
+    Args:
+        spec: spec of the head.
+        ids: int64 [n], the target's ids that it drafts.
+    """
     count = len(ids)
     tensors = {**spec.tensors, HEAD: (count, spec.hidden_size)}
     for name, use in spec.uses.items():
@@ -129,14 +135,14 @@ def with_vocab(spec: Spec, ids: Tensor) -> Spec:
 
 
 def checked_ids(vocab: Sequence[int], known: int) -> Tensor:
-    """Returns the ids that the user chose in ascending order, int64 [n] on the CPU.
+    """Checks the token ids that the user chose. Returns them in ascending order, int64 [n] on the CPU.
 
     Args:
-        vocab: ids.
-        known: number of the target's ids.
+        vocab: the user's ids.
+        known: vocabulary size of the target.
 
     Raises:
-        ValueError: there is none, or an id twice, or one that the target does not have.
+        ValueError: there is no id, or an id twice, or one that the target does not have.
     """
     ids = sorted({each for each in vocab if type(each) is int and 0 <= each < known})
     if not ids or len(ids) != len(vocab):

@@ -1,11 +1,12 @@
-"""Spec of a learned drafter: its type, its sizes, and the hidden states that it reads.
+"""Spec of a learned drafter, called a head: its type, its sizes, and the target's hidden states that it reads.
 
-The type follows from its tensors and its config, never from its name.
+The type is found from the names of the tensors and from the config, never from the name of the checkpoint.
 
-Boundary b is the residual stream after b layers, `hidden_states[b]` of transformers. 0 is the embedding. The last one
-is the number of layers, before the final norm. Configs name layers in two ways: as boundaries (vLLM, speculators), or
-as the layers whose output is read, one less (SGLang, SpecForge). So the numbers in a config may have more than one
-reading.
+Boundary b of a target is its residual stream after b layers, `hidden_states[b]` of transformers. Boundary 0 is the
+embedding. The last boundary is the output of the last layer, before the final norm. Configs of heads name these hidden
+states in two ways. For vLLM and speculators the numbers are boundaries. For SGLang and SpecForge they are indices of
+layers whose output is read, so the boundary is one more. Often a config does not say which of the two is meant. Each
+possible meaning, as a tuple of boundaries, is a *reading*.
 """
 
 from __future__ import annotations
@@ -87,19 +88,19 @@ _OLD_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """Type and layout of a head."""
+    """Type of a head, and the layout of its checkpoint: who chose the names of its tensors and config fields."""
 
     kind: HeadKind
     layout: Layout
 
     def __str__(self) -> str:
-        """Describes it in a few words, for messages and `explain()`."""
+        """Describes type and layout in a few words, for messages and `explain()`."""
         head = "" if self.kind == "assistant" else " head"
         return f"{NAMES[self.kind]}{head} ({LAYOUTS[self.layout]})"
 
 
 def plain_name(stored: str) -> str:
-    """Converts a head's stored tensor name to the name used here, which is the same for all layouts."""
+    """Converts the stored name of a head's tensor to the name in this package, which is the same for all layouts."""
     for old, new in _PREFIXES:
         if stored.startswith(old):
             stored = new + stored.removeprefix(old)
@@ -107,9 +108,9 @@ def plain_name(stored: str) -> str:
 
 
 def says_head(raw: Mapping[str, Any]) -> bool:
-    """True if a config shows that it belongs to a drafter, without the names of tensors. So no weight need be fetched.
+    """True if a model's config alone shows that it is a learned drafter. So no weights have to be downloaded for it.
 
-    A head whose config looks like that of an ordinary model is recognised later, by its tensors.
+    False for a head whose config looks like that of an ordinary model: `recognise` finds it by its tensors.
     """
     keys = {SPECULATORS, "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config", "markov_rank"}
     keys |= {*_RELATIVES_BY_KEY}
@@ -118,11 +119,11 @@ def says_head(raw: Mapping[str, Any]) -> bool:
 
 
 def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | None:
-    """Returns the type of head that a config and stored tensor names belong to. None for an ordinary model.
+    """Returns the type and layout of a head, found from its config and tensor names. None: it is an ordinary model.
 
     Args:
         raw: content of `config.json`.
-        stored: stored names of tensors.
+        stored: names of the tensors in the checkpoint.
 
     Raises:
         UnsupportedModel: a drafter of an unsupported type. The message names the type.
@@ -178,26 +179,29 @@ def _refuse(what: str, instead: str = SUPPORTED) -> NoReturn:
 
 NORMED: Final = -1
 
-"""In place of a boundary: the hidden state after all layers and the final norm."""
+"""Stands in a reading for the hidden state after all layers and the final norm, which has no boundary number."""
 
 Reading = tuple[int, ...]
 
 
 def default_boundaries(layers: int) -> Reading:
-    """Returns the boundaries that EAGLE-3 reads if its config names none: low, middle, high."""
+    """Returns the boundaries of a target with `layers` layers that EAGLE-3 reads if its config names none.
+
+    They are a low, a middle and a high one.
+    """
     return (2, layers // 2, layers - 3)
 
 
 def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Reading:
-    """Checks the boundaries that the user chose.
+    """Checks the boundaries that the user chose, and returns them as a tuple.
 
     Args:
-        asked: boundaries.
+        asked: boundaries of the target; boundary b is the hidden state after b layers.
         layers: number of the target's layers.
-        count: number of hidden states for which the head's tensors are made. None: any number.
+        count: number of hidden states per position that the head's tensors take. None: any number.
 
     Raises:
-        ValueError: a boundary does not exist, or there are too few or too many.
+        ValueError: the target has no such boundary, or there are more or fewer than `count`.
     """
     reading = tuple(asked)
     for boundary in reading:
@@ -213,16 +217,19 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
 
 
 def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[int] = ()) -> tuple[Reading, ...]:
-    """Returns all readings of a config's layer numbers for which the target has layers.
+    """Converts the layer numbers of a head's config to boundaries of the target, in each way that engines convert them.
 
     Args:
-        ids: numbers in the config.
+        ids: layer numbers in the config.
         layers: number of the target's layers.
-        first: number that the engine of this layout adds to get a boundary.
-        others: numbers that other engines add.
+        first: the engine for which the config was written adds this number to a layer number to get a boundary.
+        others: numbers that other engines add instead.
+
+    Returns:
+        The different results that are boundaries of the target, the one for `first` before the others.
 
     Raises:
-        CheckpointError: the target has too few layers for every reading.
+        CheckpointError: the target has too few layers for every result.
     """
     found = [tuple(each + shift for each in ids) for shift in (first, *others)]
     possible = [reading for reading in found if all(0 <= boundary <= layers for boundary in reading)]
@@ -234,22 +241,25 @@ def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[in
 
 
 def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
-    """Converts a reading to the layer numbers of `Proposer.features`. -1 and `layers` are the two ends."""
+    """Converts boundaries to the layer numbers of `Proposer.features`. `layers` is the number of the target's layers.
+
+    The embedding becomes -1, the output of a layer the index of the layer, and `NORMED` becomes `layers`.
+    """
     return tuple(layers if boundary == NORMED else boundary - 1 for boundary in reading)
 
 
 def described(reading: Reading) -> str:
-    """Describes it in a few words, for messages and `explain()`."""
+    """Describes the boundaries of a reading in a few words, for messages and `explain()`."""
     return ", ".join("final norm" if boundary == NORMED else str(boundary) for boundary in reading)
 
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """Sizes of a target that a head needs.
+    """Sizes of a target model that its head needs.
 
     Attributes:
-        name: name for messages.
-        embed_scale: factor on its embedding.
+        name: name of the target, for messages.
+        embed_scale: factor by which the target multiplies its embeddings.
     """
 
     name: str
@@ -263,20 +273,23 @@ class TargetSizes:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """Sizes of a head. Implements `ModelInfo`.
+    """Sizes of a learned drafter, called a head. Implements `ModelInfo`.
 
     A head has its target's dtype, because it reads the target's hidden states and may share its embedding.
 
     Attributes:
-        found: its type and layout.
-        decoder: spec of its layers; vocab_size is that of its own logits.
+        found: type and layout of the head.
+        decoder: spec of the head's layers. Its vocab_size is the width of the head's logits.
         target: sizes of the target.
-        readings: boundaries of the target that it reads: b is the residual stream after b layers, 0 the embedding, and
-            `NORMED` the stream after all layers and the final norm. There is one entry for each possible meaning of the
-            config. The first is that of the engine that wrote the layout.
+        readings: tuples of boundaries, one for each possible meaning of the head's config. A tuple names the hidden
+            states of the target that the head reads. Boundary b is the residual stream after b layers, and `NORMED` is
+            the stream after all layers and the final norm. The first tuple is the meaning in the engine for which the
+            layout was made.
         tensors: shape of every tensor that is loaded, by its `plain_name`.
-        own_embed, own_head: True if it has its own embedding, or its own head. Else the target's is used.
-        tied_head: True if its own embedding is also its output matrix.
+        own_embed: True if the head's checkpoint has an embedding. False: the target's is used.
+        own_head: True if the head has an output matrix (LM head) besides its embedding.
+        tied_head: True if the head's embedding is also its output matrix. Without `own_head` and `tied_head`, the
+            target's output matrix is used.
     """
 
     found: Recognised
@@ -290,12 +303,12 @@ class HeadSpec:
 
     @classmethod
     def extending(cls, base: HeadSpec, shapes: Mapping[str, tuple[int, ...]], **own: object) -> Self:
-        """Makes the spec of a relative of another head.
+        """Makes a spec of this class from one of its base class, with more tensors and fields.
 
         Args:
-            base: spec of a base class.
-            shapes: shapes of the tensors that the relative has besides, by name.
-            **own: fields that the base class does not have.
+            base: spec whose fields are copied.
+            shapes: shapes of the tensors that `base` does not have, by name.
+            **own: values of the fields that the base class does not have.
         """
         values = {each.name: getattr(base, each.name) for each in fields(base)}
         return cls(**values | {"tensors": {**base.tensors, **shapes}, **own})
@@ -306,48 +319,51 @@ class HeadSpec:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of the tensor stored for each row between steps, see `Proposer.kept`. (): none."""
+        """Shape of the tensor that is stored for each row of the batch between steps; see `Proposer`. (): none."""
         return ()
 
     @property
     def computed_again(self) -> int:
-        """Positions before the newest one that are computed again, see `Proposer.computed_again`."""
+        """Number of a row's newest positions whose K and V the next step computes again; see `Proposer`."""
         return 0
 
     @property
     def attention_inputs(self) -> int:
-        """Elements per position that the last layer reads from its attention on: the residual stream, q, k and v."""
+        """Elements per position of the last layer's input: residual stream, q, k, v and output gates, concatenated.
+
+        The layer's attention and everything after it need nothing else.
+        """
         gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
         return self.hidden_size + (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
 
     @property
     def max_drafts(self) -> int | None:
-        """Largest number of drafts of a step. None: any number."""
+        """Largest number of draft tokens that the head makes in a step. None: any number."""
         return None
 
     @property
     def uses(self) -> Mapping[str, Use]:
-        """How matrices are used, by name, if not in products of layers."""
+        """Use of each matrix that is not multiplied like a projection of a layer: name -> use."""
         return {}
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of tensors that may be stored with such a head, and are not read."""
+        """Names of tensors that checkpoints of this type of head may contain, and that are not read."""
         return ()
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
-        """Returns the tensors that are loaded as one: new name -> names of the joined tensors."""
+        """Tensors that are concatenated when they are loaded: name of the result -> names of the parts."""
         return {}
 
     @property
     def feature_layers(self) -> int:
-        """Number of hidden states of the target that are read at each position."""
+        """Number of the target's hidden states that the head reads at each position."""
         return len(self.readings[0])
 
     @property
     def family(self) -> str:
-        """Describes it in a few words, for messages and `explain()`."""
+        """Type and layout of the head in a few words, for messages and `explain()`."""
         return str(self.found)
 
     @property
@@ -357,17 +373,17 @@ class HeadSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Width of its logits."""
+        """Width of the head's logits. It may be less than the target's."""
         return self.decoder.vocab_size
 
     @property
     def max_length(self) -> int:
-        """The target's context. Lengths in a head's config are those of its training texts."""
+        """The target's context length. A length in a head's config is only that of its training texts."""
         return self.target.max_length
 
     @property
     def num_layers(self) -> int:
-        """Number of layers."""
+        """Number of the head's decoder layers."""
         return self.decoder.num_layers
 
     @property
@@ -377,7 +393,7 @@ class HeadSpec:
 
     @property
     def hosting(self) -> str:
-        """Empty, because this package's decoder runs it."""
+        """Empty, because this package's decoder runs the head."""
         return ""
 
     @property
@@ -402,7 +418,7 @@ class HeadSpec:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of its residual stream."""
+        """Elements of the head's residual stream at one position."""
         return self.decoder.hidden_size
 
     @property
@@ -424,5 +440,5 @@ class HeadSpec:
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of its own weights in `dtype`. Weights shared with the target are not counted."""
+        """Returns the bytes of the head's own weights in `dtype`. Weights shared with the target are not counted."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.tensors.values())

@@ -1,4 +1,4 @@
-"""New values for the weights of a learned drafter in use, at the addresses that the weights have."""
+"""New values for the weights of a learned drafter (head) that is in use. They replace the old ones in place."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from fastspec.models.heads.weights import PendingHead
 
 
 def checked_head_update(values: NewWeights, weights: PendingHead) -> WeightUpdate:
-    """Reads and checks new values for all weights of a head. The weights do not change.
+    """Checks new values for all weights of a head, and returns an update that can copy them. Copies nothing yet.
 
     Args:
         values: a directory, a module, a state_dict, or pairs of a name and a tensor. Names are those of the head's
-            checkpoint. For MTP layers they are those of the target's checkpoint, whose other tensors are left out.
+            checkpoint. For MTP layers they are those of the target's checkpoint. Its other tensors are ignored.
         weights: weights of the head.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown, or has another shape, form or table of ids.
-        UnsupportedOption: the head drafts ids that the user chose.
+        CheckpointError: a tensor is missing or unknown, or has another shape or quantised format than the loaded one.
+            Or the table `d2t` of ids differs.
+        UnsupportedOption: the head was made with `draft_vocab`.
     """
     checkpoint, loader = weights.checkpoint, weights.loader
     spec = checkpoint.spec
@@ -63,7 +64,12 @@ def checked_head_update(values: NewWeights, weights: PendingHead) -> WeightUpdat
 
 
 def _of_directory(directory: Path, checkpoint: HeadCheckpoint) -> TensorSource:
-    """Returns the tensors of a head in a local directory."""
+    """Returns the tensors of a head that a local directory contains.
+
+    Args:
+        directory: for MTP layers, a checkpoint of the target. For other heads, a checkpoint of the head.
+        checkpoint: the head in use.
+    """
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is no directory; give a local one with the head's new weights")
     if checkpoint.source is None:
@@ -73,7 +79,7 @@ def _of_directory(directory: Path, checkpoint: HeadCheckpoint) -> TensorSource:
 
 
 def _names(given: GivenTensors, checkpoint: HeadCheckpoint) -> dict[str, str]:
-    """Returns the given name of each tensor of the head."""
+    """Maps the names of the head's tensors in this package to the names of the given tensors."""
     if checkpoint.source is None:
         return {plain_name(name): name for name in given.infos()}
     found = find_mtp(given.infos().keys(), checkpoint.source.native.num_layers)

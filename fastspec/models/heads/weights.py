@@ -1,4 +1,4 @@
-"""Weights of a head: allocated at once and filled later, like those of a model."""
+"""Weights of a learned drafter, called a head. They are allocated first and filled later, like those of a model."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ from fastspec.models.layer_table import DecoderWeights
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadWeights:
-    """Weights of a head.
+    """Weights of a learned drafter, called a head.
 
     Attributes:
-        decoder: its layers, norm, embedding and head; the last two may be the target's.
-        others: its other tensors by name: "fc.weight" as a `Weight`, norms and biases as tensors.
+        decoder: decoder layers, final norm, embedding and output matrix of the head. The last two may be the target's.
+        others: other tensors of the head by name. Matrices such as "fc.weight" are `Weight`s, norms and biases tensors.
     """
 
     decoder: DecoderWeights
     others: dict[str, Weight | Tensor]
 
     def matrix(self, name: str) -> Weight | None:
-        """Returns a matrix of `others`."""
+        """Returns the matrix `name` of `others`. None if the head has none of this name."""
         found = self.others.get(name)
         return found if isinstance(found, Weight) else None
 
     def vector(self, name: str) -> Tensor | None:
-        """Returns a norm or a bias of `others`."""
+        """Returns the tensor `name` of `others`, such as a norm or a bias. None if the head has none of this name."""
         found = self.others.get(name)
         return found if isinstance(found, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
 class PendingHead:
-    """Weights of a head that are allocated but not filled yet; see `PendingWeights`."""
+    """Weights of a head that are allocated but not filled yet. For the attributes see `PendingWeights`."""
 
     weights: HeadWeights
     fill: Callable[[], None]
@@ -71,13 +71,13 @@ def allocate_head(
 ) -> PendingHead:
     """Allocates the weights of a head in `dtype` on `device`.
 
-    If it has no embedding or output matrix, the target's tensor is used, without a copy. Matrices except an embedding
-    are rounded to `checkpoint.rounded`. The output matrix has at least 8 bits, as in a draft model. Matrices of the
-    target are not rounded.
+    If the head has no embedding or output matrix, the target's tensor is used, without a copy. The head's own matrices
+    are rounded to the format `checkpoint.rounded`, except the embedding. The output matrix is rounded to at least 8
+    bits, as in a draft model.
 
     Args:
-        checkpoint: result of `resolve_head`.
-        target: weights of its target.
+        checkpoint: the head, from `resolve_head` or `resolve_mtp`.
+        target: weights of the target.
         dtype, device: those of the target.
         ops: ops that will read the weights.
         progress: True to show a progress bar.
@@ -100,7 +100,16 @@ def allocate_head(
 
 
 def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Returns the bytes of a head's weights and of its table of ids. Allocates nothing and reads no values."""
+    """Returns the bytes that a head's own weights need on a device. Allocates nothing and reads no values.
+
+    If the head drafts only some of the target's ids, the tables that map its ids are included.
+
+    Args:
+        checkpoint: the head.
+        dtype: dtype of its weights that are not quantised.
+        device: the device.
+        ops: ops that will read the weights.
+    """
     spec, ids = checkpoint.spec, checkpoint.vocab_map
     tables = 0 if ids is None else 8 * (len(ids) + spec.target.vocab_size)
     if checkpoint.rounded is None:
