@@ -1,1 +1,1 @@
-"""Checkpoints: finding them, reading their tensors, and converting these to weights for the kernels."""
+"""Checkpoints: finds them, checks them, reads their tensors, and converts the tensors to weights for the kernels."""

@@ -1,4 +1,4 @@
-"""A checkpoint that was found and checked: its spec and the location of its weights. Nothing is loaded here."""
+"""Record of a checkpoint that was found and checked: its spec and where its weights are. Nothing is loaded here."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ByteCount = Callable[["Checkpoint", torch.dtype, torch.device, "Ops"], int]
 
 
 class Sliced(NamedTuple):
-    """Part of a checkpoint that one rank loads.
+    """Part of a checkpoint that one rank of a tensor-parallel group loads.
 
     Attributes:
-        share: the rank's part.
+        share: number of this rank and of all ranks, with the rule by which they cut the axes of tensors.
         spec: spec of the whole model.
-        unit: columns of experts that must stay together, because packed weights need them.
+        unit: an expert's columns are cut at multiples of this number. Kernels read this many columns together.
     """
 
     share: RankShare
@@ -44,24 +44,26 @@ class Sliced(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """Resolved source of one model: its spec and the location of its weights.
+    """Source of one model, found and checked: its spec and where its weights are.
 
     Attributes:
         name: path, Hub id or class name, for messages.
         role: "target" or "draft".
-        spec: the checked config: a `ModelSpec`, or a `HostedInfo` if transformers' own module is run.
-        directory: local files. None for a live module, and for a GGUF file.
+        spec: sizes and arithmetic of the model: a `ModelSpec`, or a `HostedInfo` if transformers' own module is run.
+        directory: local directory with the files. None for a live module, and for a GGUF file.
         module: the user's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
-        quantisation: quantised format of the stored matrices. None: not quantised.
-        stored: text for messages: the stored format, or the one to which "auto" rounds, with the reason.
-        cache_scales: stored scales of 8-bit K and V by layer, used if the KV cache has 8 bits.
+        quantisation: quantised formats of the stored matrices. None: not quantised, or a GGUF file.
+        stored: text for messages: the format of the matrices, either the stored one or the one to which they are
+            rounded, with the reason. Empty: plain values.
+        cache_scales: layer -> stored scales of 8-bit K and V. They are used if the KV cache has 8 bits.
         rounded: format to which matrices are rounded while they are loaded. None: not rounded.
-        chosen: True if "auto" chose that format.
-        sliced: the part of the model that one rank loads; `spec` then describes this part. None: the whole model.
+        chosen: True if `draft_quantization="auto"` chose the format `rounded`.
+        sliced: the part of the model that one rank loads. Then `spec` describes this part. None: the whole model.
         mtp: True if the checkpoint also has MTP layers.
-        mask_id: token id of masks, for a draft model that drafts at several masks at once (PARD). None: others.
-        gguf_header: parsed header of the GGUF file that holds config, tokenizer and weights. None: another source.
+        mask_id: token id of masks, for a draft model that makes several drafts in one pass, at mask tokens (PARD).
+            None: any other model.
+        gguf_header: parsed header of the GGUF file that has config, tokenizer and weights. None: another source.
         count: function that computes `bytes_loaded`.
     """
 
@@ -83,28 +85,32 @@ class Checkpoint:
     count: ByteCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Returns the bytes of its weights on a device, in the formats of `ops`, with activations of `dtype`."""
+        """Returns the bytes of the weights on a device, in the formats of `ops`, with activations of `dtype`."""
         return self.count(self, dtype, device, ops)
 
     @property
     def gguf(self) -> Path | None:
-        """The GGUF file. None: another source."""
+        """Path of the GGUF file. None: another source."""
         return None if self.gguf_header is None else self.gguf_header.path
 
     @property
     def in_codes(self) -> bool:
-        """True if matrices are stored in codes that ops may keep."""
+        """True if matrices are stored quantised, in a format that ops may be able to keep."""
         return self.quantisation is not None or (self.gguf_header is not None and self.gguf_header.has_codes)
 
     @property
     def ranks(self) -> int:
-        """Number of processes that share it."""
+        """Number of processes that share the model, each with its slices of the weights."""
         held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
         return 1 if held is None else held.share.size
 
     @property
     def native(self) -> ModelSpec:
-        """Spec of a model that this package's decoder runs. Raises UnsupportedModel for a hosted model."""
+        """The spec of a model that this package's decoder runs.
+
+        Raises:
+            UnsupportedModel: transformers' module of the model is run.
+        """
         if not isinstance(self.spec, ModelSpec):
             raise UnsupportedModel(f"{self.name}: is hosted, and has no weights of the decoder's own")
         return self.spec

@@ -1,8 +1,8 @@
 """Converts checkpoint tensors to the decoder's fused weights. Names, shapes and dtypes are checked before allocation.
 
-Every linear is y = x @ W.T with W [out, in]. The q, k and v projections become one matrix, and so do gate and up. The
-fused matrix is allocated on the device first. Then each part is copied from the file or the live module into its rows.
-So the device never holds a matrix twice. A live module is only read, and shares no memory with the result.
+Every linear layer is y = x @ W.T with W [out, in]. The q, k and v projections become one matrix, and so do gate and up.
+This fused matrix is allocated on the device first. Then each part is copied from the file or the live module into its
+rows. So a matrix is never on the device twice. A live module is only read, and shares no memory with the result.
 """
 
 from __future__ import annotations
@@ -65,10 +65,11 @@ class PendingWeights:
 
     Attributes:
         weights: the weights. Their values must not be read before `fill` has returned.
-        fill: reads the files; may run in another thread. Raises the CheckpointErrors of `allocate_weights`.
-        cancel: makes `fill` end soon. The weights must not be used then.
+        fill: function that reads the files and fills the weights. It may run in another thread, and raises the
+            CheckpointErrors of `allocate_weights`.
+        cancel: function that makes `fill` end soon. The weights must not be used afterwards.
         checkpoint: source of the weights.
-        loader: fills them again with other values.
+        loader: object that can fill the weights again with other values.
     """
 
     weights: DecoderWeights
@@ -87,12 +88,12 @@ def allocate_weights(
     release_source: bool = False,
     ops: Ops = TORCH_OPS,
 ) -> PendingWeights:
-    """Allocates all weights of a checkpoint, fused, in `dtype` on `device`.
+    """Allocates the fused weights of a checkpoint in `dtype` on `device`. `PendingWeights.fill` fills them later.
 
-    A live module is copied at once, because with `release_source` its memory is needed for the copy.
+    From a live module they are filled at once, so that with `release_source` its memory can be used for the copy.
 
     Args:
-        checkpoint: result of `sources.resolve`.
+        checkpoint: the checkpoint, from `resolve`.
         dtype: torch.bfloat16, torch.float16 or torch.float32. Stored values are rounded to it.
         device: device of the fused tensors.
         progress: True to show a progress bar in bytes on stderr.
@@ -101,7 +102,7 @@ def allocate_weights(
         ops: ops that will read the weights.
 
     Returns:
-        Contiguous tensors that share no memory with the source.
+        The weights, which are contiguous tensors and share no memory with the source.
 
     Raises:
         CheckpointError: the stored tensors do not match the config, or a value does not fit in float16.
@@ -143,7 +144,7 @@ def allocate_weights(
 
 
 def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Returns the bytes of `allocate_weights` with these arguments. Allocates nothing and reads no values."""
+    """Returns the bytes that `allocate_weights` would allocate for a checkpoint. Allocates nothing, reads no values."""
     plain = not checkpoint.in_codes and checkpoint.rounded is None and checkpoint.sliced is None
     if plain and ops.weight_format((1, 1), dtype, device) != "blocked":
         return checkpoint.native.weight_bytes(dtype)
@@ -156,10 +157,11 @@ def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def _rounding(checkpoint: Checkpoint) -> Rounding:
-    """Returns the `Rounding` of a checkpoint. It rounds matrices of layers, and the head of a draft.
+    """Returns a function that decides to which format each matrix of a checkpoint is rounded while it is loaded.
 
-    The head of a draft is about as large as all its layers. It is rounded to 8 bits, because 4 bits would harm it most.
-    The head of a target is not rounded, as in published checkpoints.
+    Matrices of layers are rounded to `checkpoint.rounded`. The output matrix (LM head) of a draft model is about as
+    large as all its layers. It is rounded to at least 8 bits, because 4 bits would harm it most. The output matrix of a
+    target is not rounded, as in published checkpoints.
     """
     form, draft = checkpoint.rounded, checkpoint.role == "draft"
 
@@ -184,12 +186,17 @@ def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:
 
 
 def whole_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Returns the spec of the whole stored model, of which a rank may load a part."""
+    """Returns the spec of the whole model. With several ranks, `checkpoint.spec` is only that of one rank's part."""
     return checkpoint.native if checkpoint.sliced is None else checkpoint.sliced.spec
 
 
 def own_part(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
-    """Returns the part of a source that this rank loads. Without ranks: the whole source."""
+    """Returns a source of the slices that this rank loads. If one process loads the whole model: `source` itself.
+
+    Args:
+        source: the whole tensors, by the names of the model's parameters.
+        checkpoint: checkpoint of the model. Its `sliced` says which part this rank loads.
+    """
     if checkpoint.sliced is None:
         return source
     return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share, checkpoint.sliced.unit))
@@ -221,29 +228,46 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
 
 
 def _inputs(loader: Loader, spec: ModelSpec) -> InputWeights:
-    """Makes the weights that make the inputs of all layers."""
+    """Makes the weights with which a model computes additional inputs of every layer from the token ids."""
     embed, projection, norm = (f"{row.stored[0]}{row.leaf}" for row in MODEL if row.name.startswith("inputs."))
     table = loader.weight(embed, use="table")
     return InputWeights(table, loader.weight(projection), norm_weight(loader, spec, norm))
 
 
 def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | None = None) -> Tensor:
-    """Returns a norm's bias, or its weight plus the constant of that type of norm."""
+    """Makes the weight or the bias of a norm. 1 is added if the model's norms multiply by 1 + weight.
+
+    Args:
+        loader: loader of the model's weights.
+        spec: spec of the model.
+        name: name of the stored tensor.
+        order: stored index of each element. None: as stored.
+    """
     plus_one = spec.plans[0].norm == "rms_plus_one"
     return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
 
 
 def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None) -> LayerWeights:
-    """Makes the fields of one layer, one for each row of the table `LAYER`.
+    """Makes the weights of decoder layer `index`.
 
     Args:
-        prefix: beginning of the layer's stored names. None: that of layer `index` of a model.
+        loader: loader of the model's weights.
+        spec: spec of the model.
+        index: number of the layer.
+        prefix: prefix of the layer's stored names. None: "model.layers.{index}.".
     """
     return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
 
 
 class _Layer:
-    """Makes the fields of one layer."""
+    """Makes the weights of one layer, from the rows of the table `LAYER` that the layer has.
+
+    Args:
+        loader: loader of the model's weights.
+        spec: spec of the model.
+        plan: computation of the layer.
+        prefix: prefix of the layer's stored names.
+    """
 
     def __init__(self, loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> None:
         self._loader, self._spec, self._plan, self._prefix = loader, spec, plan, prefix
@@ -252,7 +276,7 @@ class _Layer:
         self._made: dict[str, Weight | ExpertStack | Tensor | None] = {}
 
     def weights(self) -> LayerWeights:
-        """Allocates the weights of the layer, and tells the loader where to copy each tensor."""
+        """Allocates the weights of the layer, and registers the copy of each tensor with the loader."""
         for row in self._rows:
             if not (self._joined and row.joins):
                 self._take(row)
@@ -269,7 +293,7 @@ class _Layer:
         return LayerWeights(**fields)
 
     def _take(self, row: TableRow) -> None:
-        """Makes the field of one row of the table `LAYER`, and the field of its bias."""
+        """Makes the weight for one row of the table `LAYER`, and its bias."""
         loader, order, place = self._loader, row.order(self._spec, self._plan), row.place
         names, biases = self._names(row, row.leaf), self._names(row, ".bias") if row.bias(self._plan) else []
         if row.kind == "stack":
@@ -289,7 +313,7 @@ class _Layer:
 
     def _take_matrix(self, row: TableRow, names: list[str], order: list[int] | None) -> None:
         loader, more = self._loader, self._joining(row)
-        if self._joined and row.takes_shared:  # a router that is joined with a shared expert's gate is stored as rows
+        if self._joined and row.takes_shared:  # rows of the router, then the row of the shared expert's gate
             self._made[row.place] = Weight(loader.tensor(*names, *(name for each in more for name in each)))
         elif row.apart and not loader.same_format(*names):
             half, rows = len(names) // 2, sum(axes_of(self._spec, self._plan)[axis].size for axis in row.axes[:-2])
@@ -310,21 +334,31 @@ class _Layer:
             self._made[f"{row.place}_bias"] = self._loader.tensor(*of_all).view(experts.count, -1)
 
     def _names(self, row: TableRow, leaf: str) -> list[str]:
-        """Returns the stored names of one row of the table `LAYER`. A stack has each name once per expert."""
+        """Returns the stored names of the tensors for one row of the table `LAYER`.
+
+        For a row of kind "stack" each name is there once per expert.
+
+        Args:
+            row: the row.
+            leaf: name of the parameter: ".weight" or ".bias".
+        """
         count = self._plan.experts.count if row.kind == "stack" and self._plan.experts is not None else 1
         names = row.names(self._spec.names)
         return [f"{self._prefix}{name.format(expert)}{leaf}" for name in names for expert in range(count)]
 
     def _joining(self, row: TableRow) -> list[tuple[str, ...]]:
-        """Returns the names of a shared expert's tensors that are loaded as the last expert of a stack."""
+        """Returns the names of the shared expert's tensors that go into the same weight as those of `row`.
+
+        There is one tuple for each row of the table `LAYER` that is joined.
+        """
         joining = [other for other in self._rows if self._joined and other.joins == row.name]
         return [tuple(self._names(other, other.leaf)) for other in joining]
 
     def _joins_shared(self) -> bool:
-        """True if the shared expert is loaded as the last of the routed experts.
+        """True if the shared expert is loaded as one more expert after the routed ones, in the same stack.
 
-        It must be as wide as they are, and neither may be quantised. The layer must be whole, because ranks cut the two
-        differently.
+        The shared expert must be as wide as a routed one, and neither may be quantised. One process must load the whole
+        layer, because ranks cut shared and routed experts differently.
         """
         experts = self._plan.experts
         plain = experts is not None and not (experts.bias or experts.router_bias or experts.latent)

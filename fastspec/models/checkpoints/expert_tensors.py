@@ -1,6 +1,6 @@
-"""Gives each expert's matrices their own names, however a checkpoint or a live module stores them.
+"""Gives each expert's matrices their own names, for all ways in which checkpoints and live modules store them.
 
-| stored as, for N experts                                 | by                                       |
+| stored as, for N experts of width I                      | by                                       |
 |----------------------------------------------------------|------------------------------------------|
 | `mlp.experts.3.gate_proj.weight` and so on               | publishers; the names that are used here |
 | `feed_forward.experts.3.w1.weight`, w3 and w2            | publishers of LFM2                       |
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fastspec.models.families.plan import ExpertsPlan
 
 PLACE: Final = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe|feed_forward|mixer)\.(.+)")
-NAMED_MLP: Final = ("mlp", "block_sparse_moe")  # of which all tensors have the prefix mlp here, not only the experts'
+NAMED_MLP: Final = ("mlp", "block_sparse_moe")  # all tensors of these modules get the prefix mlp, not only experts
 GRANITE: Final = {
     "input_linear.weight": "experts.gate_up_proj",
     "output_linear.weight": "experts.down_proj",
@@ -51,13 +51,13 @@ _CODES_OF_BLOCK = 16  # bytes for 32 values
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Location of one expert's matrix or bias in a tensor of all experts.
+    """Location of one expert's matrix or bias in a stored tensor that has those of all experts.
 
     Attributes:
-        stored: name of that tensor; for mxfp4 without `_blocks`.
-        expert: index on its first axis.
-        rows: rows of that expert's matrix (after transposing back), or of its bias.
-        transposed: True if the matrix is stored transposed.
+        stored: name of the stored tensor. For mxfp4 without the suffix `_blocks`.
+        expert: index of the expert on the tensor's first axis.
+        rows: rows of the expert's matrix, transposed back if needed, or elements of its bias.
+        transposed: True if the expert's matrix is stored transposed.
     """
 
     stored: str
@@ -66,21 +66,32 @@ class ExpertPart:
     transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns this part of the stored tensor."""
+        """Returns this part of the stored tensor, as a view."""
         mine = tensor[self.expert]
         return (mine.t() if self.transposed else mine)[self.rows]
 
 
 def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
-    """Returns the source as `ExpertTensors` if layers of the spec have experts. Else the source itself."""
+    """Returns a source with separate tensors for each expert. Without experts in the spec it is `source` itself.
+
+    Args:
+        source: the stored tensors.
+        spec: spec of the model.
+        name: name of the checkpoint, for messages.
+    """
     return ExpertTensors(source, spec, name) if any(plan.experts for plan in spec.plans) else source
 
 
 def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
-    """Refuses a checkpoint whose config says mxfp4 but whose experts are stored otherwise, or the reverse.
+    """Refuses a checkpoint in which either the config or the stored experts are mxfp4, but not both.
+
+    Args:
+        source: result of `by_expert`.
+        quantisation: quantisation settings of the config.
+        name: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: the message has the stored format and that of the config.
+        CheckpointError: they do not agree. The message has the stored format and that of the config.
     """
     said = quantisation is not None and quantisation.method == "mxfp4"
     found = isinstance(source, ExpertTensors) and source.quantised
@@ -94,7 +105,7 @@ def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) ->
 
 
 class ExpertTensors(WrappedSource):
-    """Tensors of a source, with each expert's matrices and biases as separate tensors.
+    """Tensors of a source, in which each expert's matrices and biases are separate tensors.
 
     Args:
         source: `ShardTensors` or `ModuleTensors`.
@@ -102,7 +113,7 @@ class ExpertTensors(WrappedSource):
         name: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: a tensor of all experts does not have the shape that follows from the config, a scale is
+        CheckpointError: a tensor with all experts does not have the shape that follows from the config, a scale is
             missing, or a parameter is stored twice.
     """
 
@@ -130,9 +141,9 @@ class ExpertTensors(WrappedSource):
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
 
     def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
-        """True if a stack has the shape of its transpose.
+        """True if the shapes show that the matrices of experts are stored transposed.
 
-        The shape of a stack of square matrices does not show it. But no layer has only such stacks.
+        The shape of a square matrix does not show it. But no layer has only square ones.
         """
         for stored, info in infos.items():
             name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
@@ -144,13 +155,18 @@ class ExpertTensors(WrappedSource):
         return False
 
     def _size(self, kind: str) -> tuple[int, int]:
-        """Returns (rows, columns) of one expert's matrix in a stack. `kind` is a key of `_STACKS`."""
+        """Returns (rows, columns) of one expert's matrix in the tensor named `kind`, which is one of `_STACKS`."""
         width = self._plan.width
         first = 2 * width if kind == "gate_up_proj" else width
         return (self._hidden, width) if kind == "down_proj" else (first, self._hidden)
 
     def _take(self, stored: str, info: TensorInfo) -> None:
-        """Registers a stored tensor under its name, or the experts' parts of it under their names."""
+        """Registers a stored tensor under its name. If it has all experts, registers one name for each expert's part.
+
+        Args:
+            stored: stored name of the tensor.
+            info: properties of the tensor.
+        """
         found = PLACE.fullmatch(stored)
         if found is None:
             self._enter(stored, stored, info)
@@ -175,7 +191,14 @@ class ExpertTensors(WrappedSource):
         self._names[here], self._infos[here] = stored, info
 
     def _take_all(self, experts: str, name: str, stored: str, info: TensorInfo) -> None:
-        """Registers each expert's part of a tensor with all experts."""
+        """Registers each expert's part of a stored tensor that has all experts.
+
+        Args:
+            experts: prefix of the parts' names.
+            name: last part of the tensor's stored name.
+            stored: whole stored name of the tensor.
+            info: properties of the tensor.
+        """
         if name.endswith(SCALES):
             return  # registered with the tensor of its blocks
         blocks, bias = name.endswith(BLOCKS), name.endswith("_bias")
@@ -229,11 +252,11 @@ class ExpertTensors(WrappedSource):
         return self._names[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns every tensor, with each expert's matrices under their own names."""
+        """Returns the properties of every tensor. Each expert's matrices have their own names."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor on the source's device. For mxfp4: its fp32 values."""
+        """Returns the tensor `name` on the source's device. A matrix in mxfp4 is dequantised to fp32."""
         codes = self.codes(name, torch.device("cpu"))
         if codes is not None:
             return codes.dequantise(torch.float32)
@@ -241,27 +264,27 @@ class ExpertTensors(WrappedSource):
         return whole if part is None else part.of(whole)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows and, for a matrix, columns of a tensor."""
+        """Returns a range of rows and, for a matrix, of columns of the tensor `name`."""
         if name in self._parts:
             return self.read(name)[(rows, columns)[: len(self._infos[name].shape)]]
         return super().read_part(name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """Returns `MXFP4` for experts that are stored so, else the kind that the source reports."""
+        """Returns the quantised format of the matrix `name`: `MXFP4` for experts in mxfp4. None: not quantised."""
         if self._in_blocks(name):
             return MXFP4
         return None if name in self._parts else super().kind(name)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """Returns the codes of a quantised matrix on `device`. None: it is not quantised."""
+        """Returns the quantised matrix `name` on a device, without dequantising it. None: it is not quantised."""
         if not self._in_blocks(name):
             return None if name in self._parts else super().codes(name, device)
         return self._codes_of(name, slice(None), slice(None), device)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Returns rows and columns of the codes.
+        """Returns a range of rows and columns of the quantised matrix `name`. None: it is not quantised.
 
-        If the columns are not whole mxfp4 blocks, all columns are read and then cut.
+        If the columns of an mxfp4 matrix are not whole blocks, the whole matrix is read and then cut.
         """
         if not self._in_blocks(name):
             return None if name in self._parts else super().codes_part(name, rows, columns, device)
@@ -274,7 +297,7 @@ class ExpertTensors(WrappedSource):
         return self._codes_of(name, slice(None), slice(None), device).part([(top, bottom)], (start, stop))
 
     def _codes_of(self, name: str, rows: slice, blocks: slice, device: torch.device) -> Codes:
-        """Returns rows, and blocks of columns, of a matrix in mxfp4."""
+        """Returns a range of rows, and of blocks of 32 columns, of an expert's matrix in mxfp4."""
         part = self._parts[name]
         packed = part.of(self._source.read(part.stored + BLOCKS))[rows, blocks].to(device)
         exponents = part.of(self._source.read(part.stored + SCALES))[rows, blocks].to(device)
@@ -285,7 +308,10 @@ class ExpertTensors(WrappedSource):
         return name in self._parts and self._names[name].endswith(BLOCKS)
 
     def release(self, names: list[str]) -> None:
-        """Releases each tensor of the source after all its parts were in `names`, of this or earlier calls."""
+        """Frees the memory of these tensors in the source.
+
+        A stored tensor with all experts is freed when this and earlier calls have named all its parts.
+        """
         free = [self._names[name] for name in names if name not in self._parts]
         for name in names:
             if name in self._parts:

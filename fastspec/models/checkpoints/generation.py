@@ -1,4 +1,7 @@
-"""Generation settings of a checkpoint or a live model, as transformers reads them."""
+"""Generation settings, such as stop ids and sampling defaults, of a checkpoint or a live model.
+
+They are read as transformers reads them.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ UNREACHABLE: Final = ("eos_token_id", "pad_token_id", "suppress_tokens")
 
 
 def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: int) -> GenerationConfig:
-    """Returns the settings of `generation_config.json`. Without that file: those in `config.json`.
+    """Reads the generation settings of a checkpoint from `generation_config.json`, or else from `config.json`.
 
     Args:
         directory: a local checkpoint.
         raw: content of its `config.json`. Not modified. (transformers' config object drops generation settings.)
-        vocab_size: vocabulary size of the model. Ids that it cannot emit are dropped with a warning.
+        vocab_size: vocabulary size of the model. Ids beyond it are dropped with a warning.
 
     Raises:
-        CheckpointError: unreadable or invalid settings. Names the file.
+        CheckpointError: the settings are unreadable or invalid. The message names the file.
     """
     from transformers import GenerationConfig
 
@@ -49,7 +52,7 @@ def settings_of_directory(directory: Path, raw: Mapping[str, Any], vocab_size: i
 
 
 def settings_of_gguf(path: Path, config: Mapping[str, Any], vocab_size: int) -> GenerationConfig:
-    """Returns the settings of a GGUF file: the ids of special tokens.
+    """Returns the generation settings that a GGUF file has: the ids of special tokens.
 
     Args:
         path: the file, for messages.
@@ -66,8 +69,12 @@ def settings_of_gguf(path: Path, config: Mapping[str, Any], vocab_size: int) -> 
 def settings_of_module(module: nn.Module, vocab_size: int) -> GenerationConfig | None:
     """Returns a copy of a live model's `generation_config`. None if it has none.
 
+    Args:
+        module: the model.
+        vocab_size: see `settings_of_directory`.
+
     Raises:
-        UnsupportedModel: a generation setting was put on `model.config`, where transformers' `generate` refuses it.
+        UnsupportedModel: `model.config` has a generation setting. `generate` of transformers refuses this, too.
     """
     read: Any = getattr(module.config, "_get_generation_parameters", dict)
     stray: dict[str, Any] = read()

@@ -1,4 +1,4 @@
-"""Gets the files of a Hub id from the cache, or downloads them. The config comes first."""
+"""Gets the files of a model on the Hugging Face Hub from the local cache, or downloads them. The config comes first."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ IGNORED_FILES: Final = ("*/*", "consolidated*")
 # chat templates for tools and retrieval, which AutoTokenizer reads
 TEMPLATES: Final = ("additional_chat_templates/*.jinja",)
 COMMIT: Final = re.compile(r"[0-9a-f]{40}")
-# suffixes of files that are not models by themselves
+# suffixes of files that are only a part of a checkpoint
 OF_FILES: Final = (".safetensors", ".bin", ".pt", ".pth", ".json")
 HUB_ID: Final = re.compile(r"(\w[\w.-]{0,95}/)?\w[\w.-]{0,95}", re.ASCII)
 
 
 def download(source: str | os.PathLike[str], revision: str | None, check: Callable[[Path], object]) -> Path:
-    """Returns the local snapshot of a Hub id.
+    """Returns a local directory with the files of a Hub id, from the cache or downloaded.
 
-    The config is fetched and checked first, then the weights of the same commit.
+    The config is downloaded and checked first, then the weights of the same commit.
 
     Args:
         source: the Hub id.
-        revision: branch, tag or commit.
-        check: raises if the config in a directory is not supported.
+        revision: branch, tag or commit. None: the default branch.
+        check: function that raises an error if the config in a directory is not supported.
 
     Raises:
-        CheckpointError: not a Hub id, or it could not be downloaded.
+        CheckpointError: `source` is not a Hub id, or it could not be downloaded.
     """
     name = os.fspath(source)
     if name.lower().endswith(GGUF_SUFFIX):
@@ -59,7 +59,7 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
 
 
 def hub_gguf(source: object) -> tuple[str, str] | None:
-    """Returns Hub id and file name of "owner/name:file.gguf". None: a source that is not of this form."""
+    """Splits a source of the form "owner/name:file.gguf" into (Hub id, file name). None: it has another form."""
     if not isinstance(source, str) or os.path.exists(source):
         return None
     repo, colon, file = source.partition(":")
@@ -68,10 +68,15 @@ def hub_gguf(source: object) -> tuple[str, str] | None:
 
 
 def download_file(repo: str, file: str, revision: str | None) -> Path:
-    """Returns one file of a Hub id, from the cache or downloaded.
+    """Returns the local path of one file of a Hub id, from the cache or downloaded.
+
+    Args:
+        repo: the Hub id.
+        file: name of the file in it.
+        revision: branch, tag or commit. None: the default branch.
 
     Raises:
-        CheckpointError: it could not be downloaded.
+        CheckpointError: the file could not be downloaded.
     """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
@@ -93,7 +98,15 @@ def _snapshot(
     check: Callable[[Path], object],
     ignored: tuple[str, ...] = IGNORED_FILES,
 ) -> Path:
-    """Returns files of a Hub id at a revision that pass `check`, from the cache or downloaded."""
+    """Returns a local directory with some files of a Hub id, from the cache or downloaded, and checks them.
+
+    Args:
+        repo: the Hub id.
+        revision: branch, tag or commit. None: the default branch.
+        files: patterns of the names of the files.
+        check: function that raises an error if the files in a directory are not supported or not complete.
+        ignored: patterns of names that are left out.
+    """
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -124,7 +137,7 @@ def _snapshot(
 
 
 def _way_out(repo: str, error: Exception) -> str:
-    """Returns advice for an error of the Hub client."""
+    """Returns the part of an error message that advises what to do about an error of the Hub client."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if isinstance(error, GatedRepoError):  # a subclass of RepositoryNotFoundError, so tested first
@@ -137,10 +150,14 @@ def _way_out(repo: str, error: Exception) -> str:
 
 
 def _cached(fetch: Callable[..., str], check: Callable[[Path], object]) -> Path | None:
-    """Returns a commit's files from the cache. None if some are missing.
+    """Returns the directory of a commit's files in the cache. None if some are missing.
 
     Some versions of the Hub client ask the Hub for the list of files. Without a network they fail, although all files
     of a commit are cached. A commit never changes, so cached files are valid.
+
+    Args:
+        fetch: function that downloads the files, or with `local_files_only=True` only looks in the cache.
+        check: see `_snapshot`.
     """
     try:
         found = Path(fetch(local_files_only=True))

@@ -1,4 +1,7 @@
-"""Reads weights from a user's live transformers model. Checks the model first, and changes it only on request."""
+"""Reads weights from a user's live transformers model.
+
+Checks first that the model computes what its config says. Changes the model only if the user asked to free its memory.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ ROTARY: Final = ("inv_freq", "attention_scaling")  # attributes that the spec co
 
 
 def check_unchanged(module: nn.Module) -> None:
-    """Refuses a live model with hooks, replaced methods, special tensors or dropout.
+    """Refuses a live model with forward hooks, replaced methods, special parameter classes, or dropout in training.
 
     Backward and state-dict hooks are accepted, because they change neither the model's text nor a copy of its
     parameters.
@@ -63,7 +66,7 @@ def check_unchanged(module: nn.Module) -> None:
         module: a transformers model. Not modified.
 
     Raises:
-        UnsupportedModel: names the submodule, what was found there, and what to do.
+        UnsupportedModel: the message names the submodule, what was found there, and what to do.
     """
     for kind in GLOBAL_HOOKS:
         for hook in getattr(torch_module, kind).values():
@@ -131,7 +134,13 @@ def _check_methods(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _is_own(part: nn.Module, name: str, value: Any) -> bool:
-    """True if an attribute of an object is the method of its class, bound again or compiled."""
+    """True if the value of a module's attribute is still the method of its class, only bound again or compiled.
+
+    Args:
+        part: the module.
+        name: name of the attribute and of the method.
+        value: value of the attribute.
+    """
     value = getattr(value, "_torchdynamo_orig_callable", value)
     own = inspect.getattr_static(type(part), name)
     return isinstance(value, MethodType) and value.__self__ is part and value.__func__ is own
@@ -147,7 +156,7 @@ def _check_parameters(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _check_attention(module: nn.Module) -> None:
-    """Refuses attention and mask functions that are not transformers' own, under any name."""
+    """Refuses a model whose attention or mask function in transformers' tables is not transformers' own."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -168,11 +177,11 @@ def check_as_built(module: nn.Module, spec: ModelSpec) -> None:
     """Compares the classes and constants of a live model with those of a new model with the same config.
 
     Args:
-        module: a model that `check_unchanged` accepted, with the parameters of the spec.
-        spec: spec of its config.
+        module: a model that `check_unchanged` accepted, with the parameters that the spec requires.
+        spec: spec of the model, from its config.
 
     Raises:
-        UnsupportedModel: names the submodule, the constant, both values, and what to do.
+        UnsupportedModel: a class or a constant differs. The message names the submodule, both values, and what to do.
     """
     config: Any = copy.deepcopy(module.config)
     # available on every machine; the live model's own attention is checked elsewhere
@@ -206,7 +215,12 @@ def _same_config(own: Any, spec: ModelSpec) -> bool:
 
 
 def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yields the plain constants of `part` that differ from those of `like`, with their values."""
+    """Yields (name, value) of each number, flag or text of a module that differs from that of a new module.
+
+    Args:
+        part: the module to check.
+        like: a new module of the same class, made from the config.
+    """
     missing = object()
     for name, wanted in vars(like).items():
         if name.startswith("_") or name in UNREAD or name.endswith(ROTARY) or not isinstance(wanted, PLAIN):
@@ -217,10 +231,14 @@ def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, o
 
 
 def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
-    """Returns the spec with the rotary frequencies of a live model, because `.to(dtype)` may have rounded them.
+    """Returns the spec with the RoPE frequencies that a live model has, because `.to(dtype)` may have rounded them.
+
+    Args:
+        module: the model.
+        spec: spec of the model, from its config.
 
     Raises:
-        UnsupportedModel: the frequencies are not one positive finite number per rotated pair of a head's elements.
+        UnsupportedModel: the frequencies are not one positive finite number for each rotated pair of elements.
     """
     if all(plan.rope is None for plan in spec.plans):
         return spec
@@ -266,18 +284,18 @@ PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.Layer
 
 
 def _is_imported_by(kind: type, part: type) -> bool:
-    """True if `part` is a class of transformers that the module of the model class `kind` imports by its own name."""
+    """True if `part` is a class of transformers that the Python file of the model class `kind` imports."""
     return part.__module__.startswith("transformers.") and vars(sys.modules[kind.__module__]).get(part.__name__) is part
 
 
 def check_module(module: nn.Module) -> None:
     """Refuses a live module that is not an unchanged, complete, supported transformers model on one device.
 
-    Subclasses, adapters, quantised layers, wrappers, hooks and replaced methods are refused, because their forward pass
-    is not the one that the decoder computes.
+    Subclasses, adapters, quantised layers, wrappers, hooks and replaced methods are refused. Their forward pass may
+    differ from what this package's decoder computes.
 
     Raises:
-        UnsupportedModel: names the class, the submodule, the devices, or the change.
+        UnsupportedModel: the message names the class, the submodule, the devices, or the change.
     """
     import transformers
     from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
@@ -314,7 +332,15 @@ def check_module(module: nn.Module) -> None:
 
 
 def check_devices(module: nn.Module, name: str) -> None:
-    """Refuses a module whose parameters are on several devices, or that has none."""
+    """Refuses a module whose parameters are on several devices, or on the meta device, where they have no values.
+
+    Args:
+        module: the module.
+        name: its class name, for messages.
+
+    Raises:
+        UnsupportedModel: the message names the devices.
+    """
     placed = {str(where) for where in (getattr(module, "hf_device_map", None) or {}).values()}
     held = {str(parameter.device) for parameter in module.parameters()}
     if len(placed) > 1 or len(held) > 1 or "disk" in placed:
@@ -330,10 +356,10 @@ def check_devices(module: nn.Module, name: str) -> None:
 
 
 class ModuleTensors(TensorSource):
-    """Parameters of a live model, by their checkpoint names.
+    """Parameters of a live model, by the names that a checkpoint of it has.
 
     Args:
-        module: a supported model. Only `release` changes it.
+        module: the model. Only `release` changes it.
 
     Raises:
         UnsupportedModel: see `check_module`.
@@ -353,7 +379,7 @@ class ModuleTensors(TensorSource):
         }
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns every parameter by name. A tied head has its own name and that of the embedding."""
+        """Returns the properties of every parameter. A tied output matrix (LM head) has both names."""
         return self._infos
 
     def read(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Resolves target and draft of a generator, in their stored formats or with rounding while they are loaded."""
+"""Finds and checks a generator's target and draft, with the formats to which their matrices will be rounded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Source = TypeVar("Source", bound=Checkpoint | HeadCheckpoint)
 _SAMPLE, _SAMPLES = 4096, 256  # for fingerprints: bytes per sample, and samples per file
 PARD: Final = "pard_token"  # field of a config
-AS_STORED: Final = "as it is stored"  # `Checkpoint.stored` begins so if "auto" does not round
+AS_STORED: Final = "as it is stored"  # `Checkpoint.stored` begins with this if "auto" does not round
 
 
 def resolve_pair(
@@ -39,14 +39,19 @@ def resolve_pair(
     feature_layers: Sequence[int] | None = None,
     draft_vocab: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
-    """Resolves target and draft, with the formats to which they will be rounded. A head is resolved by `resolve_head`.
+    """Finds and checks target and draft, and notes the formats to which they will be rounded. Loads no weights.
 
-    "mtp" as draft is the target's own MTP layer, not a directory of that name.
+    The draft is a draft model, or a learned drafter (head).
 
     Args:
-        revisions, quantization: values for (target, draft).
-        feature_layers: boundaries of target layers that a head shall read. None: those in its config.
-        draft_vocab: ids that a learned drafter may draft. None: all that it knows.
+        target: the user's target; see `resolve`.
+        draft: the user's draft; see `resolve`. "mtp" is the target's own MTP layers, not a directory of that name.
+            None: there is no draft.
+        revisions: revisions on the Hub of (target, draft). None: the default branch.
+        quantization: formats to which (target, draft) are rounded while they are loaded. None: not rounded.
+        feature_layers: boundaries of the target whose hidden states a head reads, if the user chose them. Boundary b
+            is the hidden state after b layers. None: those in the head's config.
+        draft_vocab: ids that a head may draft, if the user chose them. None: all ids in its vocabulary.
 
     Raises:
         UnsupportedOption: an unknown format, a format for a model that is stored quantised, or an option that the draft
@@ -76,10 +81,10 @@ def resolve_pair(
 
 
 def _with_mask(draft: Checkpoint) -> Checkpoint:
-    """Returns a draft with the id of masks that its config names, if it is a PARD model.
+    """Returns a draft model with the token id of masks from its config, if it is a PARD model.
 
     Raises:
-        CheckpointError: the model has no such id.
+        CheckpointError: the id is not in the model's vocabulary.
     """
     if draft.directory is not None:
         mask = read_json(draft.directory / CONFIG).get(PARD)
@@ -133,14 +138,21 @@ def _rounded_head(head: HeadCheckpoint, form: str | None) -> HeadCheckpoint:
 
 
 def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
-    """Returns the checkpoint with rounding of its matrices while they are loaded. It must not be stored quantised."""
+    """Returns a checkpoint whose matrices will be rounded to the format `form` while they are loaded.
+
+    The given checkpoint must not be stored quantised.
+    """
     draft = isinstance(checkpoint, HeadCheckpoint) or checkpoint.role == "draft"
     effect = "which never changes the text" if draft else "another model than the one that is stored"
     return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")
 
 
 def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
-    """Returns a short hash of a checkpoint: config, headers, sizes, and samples of the stored bytes of every file."""
+    """Returns a short hash by which two checkpoints are told apart: 16 hexadecimal digits.
+
+    It covers the spec, the format to which matrices are rounded, and sizes of files with samples of their bytes. Of a
+    live module it covers names, shapes and the first values of parameters.
+    """
     cut, of_hosted = getattr(checkpoint, "sliced", None), getattr(checkpoint.spec, "cut", None)
     whole = (checkpoint.spec if of_hosted is None else of_hosted.whole) if cut is None else cut.spec
     found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())

@@ -46,16 +46,16 @@ class RenamedTensors(WrappedSource):
 class NamedTensors(RenamedTensors):
     """Tensors of a checkpoint directory, by the names of the model's parameters.
 
-    A stored name may lack the prefix `model.`, or have it twice, or be below one of `TEXT`. A tied embedding may be
-    stored as the head.
+    A stored name may lack the prefix `model.`, have it twice, or have one of the prefixes `TEXT`. A tied embedding may
+    be stored under the name of the output matrix (LM head).
 
     Args:
         source: the stored tensors.
         wanted: names of the model's parameters.
-        tied: True if the config ties the head to the embedding.
+        tied: True if the config says that the output matrix is the embedding.
 
     Raises:
-        CheckpointError: two stored tensors have the name of one parameter, or the index lacks a needed one.
+        CheckpointError: two stored tensors are the same parameter, or a needed tensor is missing from the index.
     """
 
     def __init__(self, source: TensorSource, wanted: Collection[str], tied: bool) -> None:
@@ -79,17 +79,20 @@ class NamedTensors(RenamedTensors):
         super().__init__(source, names)
 
     def others(self) -> list[str]:
-        """Returns the stored names that are not parameters of the model."""
+        """Returns the stored names of tensors that are not parameters of the model."""
         return self._others
 
 
 def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
-    """Returns the tensors of a directory, by the parameter names of `spec`."""
+    """Returns the stored tensors of a checkpoint by the names of the model's parameters, which follow from `spec`."""
     return NamedTensors(with_usual_names(stored, spec), tensor_shapes(spec).keys(), spec.tied)
 
 
 def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
-    """Returns the source with names of tensors as `ModelFamily.renamed` has them."""
+    """Returns a source whose tensors have the usual names, if the model's family stores some under other names.
+
+    `ModelFamily.renamed` has the replacements.
+    """
     renamed = FAMILIES[spec.family].renamed
     if not renamed:
         return source
@@ -97,14 +100,27 @@ def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
 
 
 def usual_name(stored: str, renamed: Mapping[str, str]) -> str:
-    """Returns a stored name with the replacements of `ModelFamily.renamed`."""
+    """Returns a tensor's stored name with parts of it replaced by the usual ones.
+
+    Args:
+        stored: the stored name.
+        renamed: part of a stored name -> usual part; see `ModelFamily.renamed`.
+    """
     for part, usual in renamed.items():
         stored = stored.replace(part, usual)
     return stored
 
 
 def parameter(stored: str, wanted: Collection[str]) -> str:
-    """Returns the parameter in `wanted` for a stored name, which may lack `model.` or have it twice."""
+    """Returns the name of the model's parameter for a tensor's stored name. Prefixes may differ; see `NamedTensors`.
+
+    Args:
+        stored: the stored name.
+        wanted: names of the model's parameters.
+
+    Returns:
+        A name in `wanted`. The stored name, if none fits.
+    """
     text = stored.removeprefix(PREFIX)
     for part in TEXT:  # for models that contain other parts besides the text model
         text = text.removeprefix(part)
@@ -117,9 +133,9 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
 
 
 def has_own_head(source: TensorSource) -> bool:
-    """True if the stored head has other values than the embedding. Dtypes are not compared.
+    """True if an output matrix (LM head) is stored, and its values are not those of the embedding.
 
-    Reads both matrices until the first different rows. Their shapes must be equal.
+    Dtypes are not compared. Both matrices are read up to the first difference. Their shapes must be equal.
     """
     if HEAD not in source.infos():
         return False

@@ -1,4 +1,4 @@
-"""Slices of a checkpoint for one rank, by the names of the whole tensors. Nothing else is read."""
+"""Slices of a checkpoint's tensors that one rank of a tensor-parallel group loads. Nothing else is read."""
 
 from __future__ import annotations
 
@@ -30,10 +30,14 @@ _MXFP4_UNIT = 64  # columns of an mxfp4 matrix that kernels read together
 
 
 def sliced(checkpoint: Checkpoint, share: RankShare) -> Checkpoint:
-    """Returns a rank's part of a checkpoint: the spec has the sizes of the part, and only its slices are read.
+    """Returns the part of a checkpoint that one rank loads. Its spec has the sizes of this part.
+
+    Args:
+        checkpoint: the whole model.
+        share: number of this rank and of all ranks.
 
     Raises:
-        UnsupportedOption: a layer's result would depend on other ranks in a way that is not supported.
+        UnsupportedOption: a layer has norms over all heads and interleaved RoPE, which ranks do not support together.
     """
     if checkpoint.native.head_order is not None and checkpoint.native.plans[0].qk_norm == "projection":
         raise UnsupportedOption(
@@ -51,10 +55,12 @@ def _experts_divide(spec: ModelSpec, unit: int) -> bool:
 
 
 def local_spec(spec: ModelSpec, share: RankShare, unit: int = 1) -> ModelSpec:
-    """Returns the spec of one rank's part: fewer heads, and narrower MLPs and experts.
+    """Returns the spec of one rank's part of a model. It has fewer heads, and narrower MLPs and experts.
 
     Args:
-        unit: columns of experts that stay together.
+        spec: spec of the whole model.
+        share: number of this rank and of all ranks.
+        unit: an expert's columns are cut at multiples of this number.
     """
     heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
     inner = share.cut(spec.intermediate_size)
@@ -82,14 +88,15 @@ def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-    """Returns the numbers of ranks that give the same bits as the present number of ranks, including this number.
+    """Returns all numbers of ranks that compute the same bits as the present number of ranks, including this number.
 
-    On a GPU the sums over K of o and down must be one tree. This needs kernels that support it for every part, even
-    with the largest number of ranks.
+    On a GPU, the sums over K in the o and down projections must be added in one binary tree over all ranks. This needs
+    kernels that support it for every rank's part, even with the largest number of ranks. If matrices are rounded while
+    they are loaded, each rank has its own scales, so other numbers of ranks give other bits.
 
     Args:
-        checkpoint: one rank's part. If matrices are rounded while loading, each rank has its own scales.
-        dtype, device: dtype and device of its weights.
+        checkpoint: one rank's part, from `sliced`.
+        dtype, device: dtype and device of the weights.
     """
     assert checkpoint.sliced is not None, "as `sliced` made it"
     share, spec = checkpoint.sliced[:2]
@@ -105,9 +112,15 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
-    """True if `ranks` ranks give the bits of one: each sums whole subtrees over K in o and down.
+    """True if `ranks` ranks compute the same bits as one process.
 
-    Other products are the same.
+    In the o and down projections the sum over K is a binary tree, and each rank must sum whole subtrees. In other
+    products each rank computes whole sums.
+
+    Args:
+        spec: spec of the whole model.
+        ranks: number of ranks.
+        dtype: dtype of the weights.
     """
     if not divides(spec, ranks):
         return False
@@ -121,7 +134,12 @@ def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
 
 
 class SlicedTensors(WrappedSource):
-    """Slices of the tensors of a source: shapes and values are those of the slices."""
+    """Tensors of a source, cut to the slices of one rank. They have the names of the whole tensors.
+
+    Args:
+        source: the whole tensors.
+        slices: name of a tensor -> its slice. Tensors that are not there are whole.
+    """
 
     def __init__(self, source: TensorSource, slices: Mapping[str, Slice]) -> None:
         super().__init__(source)
@@ -129,11 +147,11 @@ class SlicedTensors(WrappedSource):
         self._infos = {name: self._cut(name, info) for name, info in source.infos().items()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns every tensor, with the shape of its slice."""
+        """Returns the properties of every tensor, with the shape of its slice."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """Returns the slice of a tensor."""
+        """Returns the slice of the tensor `name`."""
         if (each := self._slices.get(name)) is None:
             return self._source.read(name)
         columns = slice(None) if each.columns is None else slice(*each.columns)
@@ -141,16 +159,16 @@ class SlicedTensors(WrappedSource):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns a part of the slice of a tensor."""
+        """Returns a range of rows and, for a matrix, of columns of the slice of the tensor `name`."""
         return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """Returns the kind of a quantised slice. None: it is not quantised."""
+        """Returns the quantised format of the slice of the matrix `name`. None: it is not quantised."""
         kind, each = self._source.kind(name), self._slices.get(name)
         return kind if kind is None or each is None else kind.of_part(each.rows, self._infos[name].shape[1])
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """Returns the slice of a quantised matrix. None: it is not quantised."""
+        """Returns the slice of the quantised matrix `name` on a device. None: it is not quantised."""
         each = self._slices.get(name)
         if each is None:
             return self._source.codes(name, device)
@@ -169,7 +187,7 @@ class SlicedTensors(WrappedSource):
         return whole.part(each.rows, each.columns)
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Returns rows and columns of the slice of a quantised matrix."""
+        """Returns a range of rows and columns of the slice of the quantised matrix `name`. None: not quantised."""
         codes = self.codes(name, device)
         if codes is None:
             return None

@@ -1,8 +1,8 @@
 """Finds and checks a checkpoint: a local directory, a Hub id, or a live transformers model.
 
-`resolve` checks everything that can be checked without reading a weight: the raw JSON first, then the config
-object that transformers makes of it, then the names, shapes and dtypes in the safetensors headers. No code of
-a checkpoint ever runs, and no pickle is ever opened.
+`resolve` checks everything that can be checked without loading the weights. First it checks the raw JSON, then the
+config object that transformers makes of it, then names, shapes and dtypes in the safetensors headers. No code of a
+checkpoint ever runs, and no pickle is ever opened.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
 MODELOPT: Final = "hf_quant_config.json"
 QUANTISED_FIELDS: Final = ("quantization_config", "compression_config")
-PROCESSOR_TEMPLATE: Final = "chat_template.json"  # as processors of images and text were saved before 2025
+PROCESSOR_TEMPLATE: Final = "chat_template.json"  # file of chat templates of models with images, until 2025
 TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 TEXT_CONFIG: Final = "text_config"
 ADAPTER: Final = "adapter_config.json"
-# Of a classifier, which is never built: transformers would make a table of as many labels as the file asks for.
+# Fields of classifiers, which are not read: transformers would make a table of as many labels as a file asks for.
 UNREAD_FIELDS: Final = ("num_labels", "id2label", "label2id")
 
 
@@ -75,25 +75,28 @@ def resolve(
     revision: str | None = None,
     fetched: Path | None = None,
 ) -> Checkpoint:
-    """Finds a checkpoint and checks all of it but values; a head beside a tied embedding is compared with that.
+    """Finds a checkpoint and checks its config and the names, shapes and dtypes of its tensors.
+
+    Values of matrices are read in one case: if the config ties the output matrix (LM head) to the embedding and both
+    are stored, the two are compared.
 
     Args:
-        source: a local directory, a GGUF file, a Hub id ("owner/name"; files missing from the cache are downloaded),
-            a GGUF file of the Hub ("owner/name:file.gguf"), or a loaded transformers model. A str that is a directory
-            is that directory, before it is a Hub id.
+        source: a local directory, a GGUF file, a Hub id ("owner/name"), a GGUF file of the Hub
+            ("owner/name:file.gguf"), or a loaded transformers model. Files of the Hub that are not in the cache are
+            downloaded. If a str is a directory and also a Hub id, the directory is used.
         role: "target" or "draft", for messages.
-        revision: branch, tag or commit of a Hub id; only for a Hub id.
-        fetched: directory with the files of a Hub id. None: they were not looked up yet.
+        revision: branch, tag or commit of a Hub id. Must be None for other sources.
+        fetched: local directory with the files of a Hub id. None: they were not looked up yet.
 
     Returns:
-        The checkpoint, with nothing allocated.
+        The checkpoint. No memory for weights is allocated.
 
     Raises:
-        CheckpointError: not found, not reachable offline, or damaged; the message names the file and the
-            field.
-        UnsupportedModel: a model that the decoder does not implement.
-        UnsupportedOption: a revision of something that is no Hub id.
-        TypeError: source is none of the three.
+        CheckpointError: the checkpoint is not found, cannot be downloaded, or is damaged. The message names the file
+            and the field.
+        UnsupportedModel: a model that cannot be run.
+        UnsupportedOption: a revision of something that is not a Hub id.
+        TypeError: `source` is of another type.
     """
     if not isinstance(source, str | os.PathLike | nn.Module):
         raise TypeError(
@@ -111,7 +114,7 @@ def resolve(
         on_hub = hub_gguf(source)
         if on_hub is not None:
             return _from_gguf(download_file(*on_hub, revision), str(source), role)
-        # os.path, not Path: it answers False to a name that no file system takes.
+        # os.path, not Path: for a name that is too long it gives False, and not an OSError
         directory = Path(os.path.abspath(os.path.expanduser(source)))
         if os.path.isdir(directory):
             _refuse_revision(revision, f"the directory {directory}")
@@ -121,7 +124,7 @@ def resolve(
 
 @contextmanager
 def _naming(what: object) -> Iterator[None]:
-    """Adds to an error the role or the file that it is about, in front of the reason."""
+    """Context manager that puts `what`, a role or a file, in front of the message of an error that is raised inside."""
     try:
         yield
     except (CheckpointError, UnsupportedModel) as error:
@@ -129,13 +132,13 @@ def _naming(what: object) -> Iterator[None]:
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer that lies beside a checkpoint's weights.
+    """Loads the tokenizer in the directory or the GGUF file of a checkpoint.
 
     Returns:
-        The tokenizer, or None for a live module, and for a directory or a GGUF file without a tokenizer.
+        The tokenizer. None for a live module, and if there is no tokenizer.
 
     Raises:
-        CheckpointError: tokenizer files are there but cannot be read.
+        CheckpointError: there are tokenizer files, but they cannot be read.
         UnsupportedModel: the tokenizer needs code from the checkpoint.
     """
     if checkpoint.gguf_header is not None:
@@ -301,7 +304,7 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
 
 
 def check_before_download(directory: Path) -> None:
-    """Refuses a model by its config, before its weights are fetched."""
+    """Refuses a model that cannot be run, by its config alone, so that its weights are not downloaded."""
     raw = check_config_file(directory)
     config = _build_config(directory / CONFIG, raw)
     if not runs_natively(config) and native_text_part(config) is None:
@@ -314,7 +317,7 @@ def _quantisation(directory: Path, raw: Mapping[str, Any]) -> Quantisation | Non
 
 
 def _refuse_other_weights(directory: Path, raw: Mapping[str, Any]) -> None:
-    """Refuses files from which transformers would make another model than the one that `find_shards` finds."""
+    """Refuses a directory from which transformers would load other weights than those that `find_shards` finds."""
     used, asked = SINGLE if (directory / SINGLE).is_file() else INDEX, raw.get("transformers_weights")
     if asked is not None and asked != used:
         raise UnsupportedModel(
@@ -345,15 +348,15 @@ def _with_stored_dtype(spec: ModelSpec, infos: Mapping[str, TensorInfo]) -> Mode
 
 
 def check_config_file(directory: Path) -> dict[str, Any]:
-    """Reads `config.json` and refuses, on the raw JSON, what transformers should not even see.
+    """Reads `config.json`, and refuses unsafe or unsupported content before transformers reads it.
 
     Returns:
         The JSON object.
 
     Raises:
-        CheckpointError: unreadable, or a size is not a whole number in its limits; names the file and the
-            field.
-        UnsupportedModel: remote code, a quantised checkpoint, or a family or architecture that is not supported.
+        CheckpointError: the file is unreadable, or a size is not a whole number within its limits. The message names
+            the file and the field.
+        UnsupportedModel: remote code, or a quantised format, family or architecture that is not supported.
     """
     path = directory / CONFIG
     if not path.is_file():
@@ -383,7 +386,7 @@ def _build_config(path: Path, raw: Mapping[str, Any]) -> PretrainedConfig:
 
     from fastspec.models.config_classes import config_class
 
-    # Not from_pretrained: it would follow `configuration_files` in the checked JSON to another file.
+    # not from_pretrained, which would read another file if the checked JSON has `configuration_files`
     family = FAMILIES.get(raw["model_type"])
     kind = config_class((family and family.read_as) or raw["model_type"])
     unread = (*UNREAD_FIELDS, *QUANTISED_FIELDS, AUTO_MAP)

@@ -1,6 +1,6 @@
 """Safetensors files of a local checkpoint.
 
-Headers are read first and names are checked; tensors are views of mapped files.
+Headers are read first, and names are checked. Tensors are views of memory-mapped files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 MAX_JSON_BYTES: Final = 64 * 2**20
-# buffers that old checkpoints store; they follow from the config, and transformers ignores them silently, too
+# stored buffers of old checkpoints, which follow from the config; transformers also ignores them without a warning
 DERIVED: Final = re.compile(r"rotary_emb\.inv_freq")
 STORED_DTYPES: Final[Mapping[str, torch.dtype]] = {
     "BF16": torch.bfloat16,
@@ -36,7 +36,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Reads a JSON object strictly: UTF-8, no repeated keys, no NaN or Infinity, at most 64 MiB.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, or not such an object; the message names the file.
+        CheckpointError: the file is missing, unreadable, or not such an object. The message names the file.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -64,15 +64,15 @@ def find_shards(directory: Path) -> dict[str, str] | None:
     """Finds the weight files of a checkpoint without opening them.
 
     Args:
-        directory: the checkpoint. Uses `model.safetensors` if it exists, else the files in
-            `model.safetensors.index.json`, as transformers does.
+        directory: local directory of the checkpoint. As in transformers, `model.safetensors` is used if it exists, else
+            the files that `model.safetensors.index.json` names.
 
     Returns:
-        The index's map of tensor name to file name, or None for the single file.
+        The index's map from tensor name to file name. None if there is a single file.
 
     Raises:
-        CheckpointError: no safetensors weights, a damaged index, or an index that names anything except plain
-            `.safetensors` files of this directory.
+        CheckpointError: there are no safetensors weights, or the index is damaged, or it names something else than
+            `.safetensors` files in this directory.
     """
     if (directory / SINGLE).is_file():
         return None
@@ -114,17 +114,17 @@ def _no_weights(directory: Path) -> str:
 
 
 class ShardTensors(TensorSource):
-    """Tensors of a checkpoint directory.
+    """Tensors in the safetensors files of a checkpoint, by their stored names.
 
     Args:
-        directory: a local checkpoint.
+        directory: local directory of the checkpoint.
 
     Attributes:
-        directory: the checkpoint.
+        directory: the same.
         unnamed: names of tensors that are in a weight file but not in the checkpoint's index.
 
     Raises:
-        CheckpointError: weights are missing, a file is damaged or truncated, or files and index disagree.
+        CheckpointError: weights are missing, a file is damaged or truncated, or files and index do not agree.
     """
 
     directory: Path
@@ -148,12 +148,12 @@ class ShardTensors(TensorSource):
             self.unnamed = frozenset(self._infos.keys() - weight_map.keys())
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns every stored tensor by name, from the headers."""
+        """Returns the properties of every stored tensor, which were read from the headers of the files."""
         return self._infos
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context in which every file stays mapped."""
+        """Context manager in which every file stays mapped to memory."""
         with ExitStack() as stack:
             for file in sorted({info.where for info in self._infos.values()}):
                 self._open[file] = stack.enter_context(_open(self.directory, file))
@@ -163,7 +163,7 @@ class ShardTensors(TensorSource):
                 self._open.clear()
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns the tensor as a CPU view of its mapped file. Only inside `open()`."""
+        """Returns the tensor `name` as a CPU view of its mapped file. Works only inside of `open()`."""
         file = self._infos[name].where
         try:
             tensor: torch.Tensor = self._open[file].get_tensor(name)
@@ -172,7 +172,7 @@ class ShardTensors(TensorSource):
         return tensor
 
     def read_part(self, name: str, rows: slice, columns: slice) -> torch.Tensor:
-        """Returns rows and, for a matrix, columns of a tensor. Reads nothing else of it."""
+        """Returns a range of rows and, for a matrix, of columns of the tensor `name`. Reads nothing else of it."""
         info = self._infos[name]
         try:
             part: torch.Tensor = self._open[info.where].get_slice(name)[(rows, columns)[: len(info.shape)]]

@@ -1,4 +1,4 @@
-"""Compares stored tensors with the table of a model's tensors, and warns of unused ones."""
+"""Checks that a checkpoint has the tensors that its config requires, and warns of tensors that are not used."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def check_tensors(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -
     """Compares the stored tensors with those that the config requires, before anything is allocated.
 
     Args:
-        infos: the stored tensors.
-        spec: spec of the same checkpoint.
+        infos: properties of the stored tensors, by parameter name.
+        spec: spec of the model, from the config.
         name: name of the checkpoint, for messages.
 
     Raises:
@@ -66,10 +66,15 @@ def _advice(missing: list[str]) -> str:
 
 
 def check_no_others(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str) -> None:
-    """Refuses a live model with parameters that its config does not have, because its layers compute with them.
+    """Refuses a live model with parameters that do not follow from its config, because its layers compute with them.
+
+    Args:
+        infos: properties of the model's parameters, by name.
+        spec: spec of the model, from its config.
+        name: class name of the model, for messages.
 
     Raises:
-        CheckpointError: names them.
+        CheckpointError: there are such parameters. The message names them.
     """
     wanted = {*tensor_shapes(spec), HEAD}
     extra = [tensor for tensor in infos if tensor not in wanted]
@@ -81,14 +86,22 @@ def check_no_others(infos: Mapping[str, TensorInfo], spec: ModelSpec, name: str)
 
 
 def listing(names: list[str]) -> str:
-    """Returns the number of names and the first three of them, for messages."""
+    """Describes a list of tensors for messages: their number and the first three names."""
     shown = ", ".join(names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{len(names)} tensor(s) ({shown}{more})"
 
 
 def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
-    """Warns of tensors that belong to other parts of a model, such as a vision tower. Returns the remaining names."""
+    """Warns that tensors outside of the text model, such as those of a vision tower, are not used.
+
+    Args:
+        stored: stored names of tensors.
+        name: name of the checkpoint, for messages.
+
+    Returns:
+        The names of tensors that may belong to the text model.
+    """
     stored = sorted(stored)
     parts = [each for each in stored if text_name(each) is None]
     if parts:
@@ -100,23 +113,28 @@ def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
 
 
 def _of_shared(stored: str, spec: ModelSpec) -> bool:
-    """True for keys and values of a layer that reads those of another one. Some publishers store them."""
+    """True if a stored tensor makes keys or values of a layer that uses those of another layer instead.
+
+    Some publishers store such tensors, which no computation reads.
+    """
     found = _OWN_KEYS.search(stored)
     layer = int(found.group(1)) if found else spec.num_layers
     return layer < spec.num_layers and spec.plans[layer].shares is not None
 
 
 def name_others(tensors: NamedTensors, spec: ModelSpec, name: str, *, is_part: bool) -> bool:
-    """Warns of unused tensors. MTP layers give no warning, because `draft="mtp"` may use them.
+    """Warns that some tensors of a checkpoint are not used by the model.
+
+    Tensors of MTP layers give no warning, because `draft="mtp"` may use them.
 
     Args:
-        tensors: the tensors of the checkpoint, by parameter name.
+        tensors: tensors of the checkpoint, by parameter name.
         spec: spec of the model.
         name: name of the checkpoint, for messages.
-        is_part: True if the model is the text part of another one.
+        is_part: True if the model is the text part of a larger model, such as one that also reads images.
 
     Returns:
-        True if there are MTP layers among them.
+        True if the checkpoint has MTP layers.
     """
     others = tensors.others()
     mtp = find_mtp(others, spec.num_layers)

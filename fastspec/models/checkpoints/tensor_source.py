@@ -1,7 +1,4 @@
-"""`TensorSource`: named tensors of a checkpoint or a live module.
-
-Base class of everything from which weights are read.
-"""
+"""`TensorSource`, the base class of everything from which weights are read, such as the files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +15,11 @@ from typing_extensions import override
 from fastspec.kernels.common.codes import Codes, CodesKind
 
 Use = Literal["product", "head", "table", "tied"]
-"""Use of a matrix: a product of a layer, logits in fp32, rows of a table, or both of the last two."""
+"""Use of a matrix.
+
+"product" is multiplied in a layer, "head" gives logits in fp32, rows of a "table" are read by id as in an embedding,
+and "tied" is both head and table.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,8 @@ class TensorInfo:
     """Properties of a tensor that are known before it is read.
 
     Attributes:
-        shape: its sizes.
-        dtype: its stored dtype. A str is the name of a dtype that cannot be loaded.
+        shape: size of each axis.
+        dtype: the stored dtype. A str is the name of a dtype that cannot be loaded.
         where: the file name or module class that holds it, for messages.
     """
 
@@ -37,12 +38,13 @@ class TensorInfo:
 
 
 class TensorSource:
-    """Named tensors, described before they are read. Several threads may read at a time.
+    """Named tensors whose shapes and dtypes are known before values are read. Several threads may read at a time.
 
-    A subclass defines `infos` and `read`. By default nothing is quantised and nothing is released.
+    A subclass defines `infos` and `read`. Other methods have defaults for tensors that are not quantised, and whose
+    memory is not freed.
 
     Attributes:
-        directory: the checkpoint; None: a live module.
+        directory: local directory of the checkpoint. None: not read from files.
         unnamed: names of tensors that are in a weight file but not in the checkpoint's index.
     """
 
@@ -55,11 +57,14 @@ class TensorSource:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Context in which files stay open."""
+        """Context manager in which the files stay open."""
         yield
 
     def stored_name(self, name: str) -> str:
-        """Returns the name that a tensor has in the files. One of several parts of a stored tensor has the same."""
+        """Returns the name that the tensor `name` has in the files.
+
+        Several tensors can be parts of one stored tensor. They have the same stored name.
+        """
         return name
 
     def read(self, name: str) -> Tensor:
@@ -67,30 +72,30 @@ class TensorSource:
         raise NotImplementedError
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows and, for a matrix, columns of a tensor."""
+        """Returns a range of rows and, for a matrix, of columns of the tensor `name`."""
         return self.read(name)[(rows, columns)[: len(self.infos()[name].shape)]]
 
     def kind(self, name: str) -> CodesKind | None:
-        """Returns the kind of a quantised matrix. None: it is not quantised."""
+        """Returns the quantised format of the matrix `name`. None: it is not quantised."""
         return None
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """Returns a quantised matrix on a device. None: it is not quantised."""
+        """Returns the quantised matrix `name` on a device, without dequantising it. None: it is not quantised."""
         return None
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Returns rows and columns of a quantised matrix, see `Codes.part`.
+        """Returns a range of rows and columns of the quantised matrix `name`; see `Codes.part`.
 
-        Reads only whole stored words that contain them.
+        Only the stored words that contain the range are read.
         """
         return None
 
     def release(self, names: list[str]) -> None:
-        """Frees the source's memory of tensors that have been copied."""
+        """Frees the memory of these tensors in the source. The caller has copied them."""
 
 
 class WrappedSource(TensorSource):
-    """Source that forwards to another source. A subclass overrides what it changes.
+    """Source that forwards every call to another source. A subclass overrides the methods whose results it changes.
 
     Args:
         source: the wrapped source.

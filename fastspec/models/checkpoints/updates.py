@@ -1,6 +1,6 @@
-"""New values for the weights of a model in use, at the addresses that the weights have: checked, then copied.
+"""New values for the weights of a model that is in use. They are checked first, then copied over the old ones in place.
 
-Tensors go by the names of a checkpoint. They are split, joined, packed and rounded as when the model was loaded.
+Tensors have the names of a checkpoint. They are split, joined, packed and rounded as when the model was loaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NewWeights: TypeAlias = "str | os.PathLike[str] | PreTrainedModel | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 _WHERE = "the update"
-_WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")  # that may be before the names of a model
+_WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")  # prefixes that DDP, torch.compile and PEFT add to names
 _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", ".base_layer")
 _ADAPTER = ("lora_", "modules_to_save", "original_module")
 _REBUILT = (reductions.rebuild_tensor, reductions.rebuild_cuda_tensor)
@@ -43,13 +43,12 @@ class GivenTensors(TensorSource):
     """Tensors that a caller gives, by name.
 
     Args:
-        tensors: pairs of a name and a tensor, or what `torch.multiprocessing.reductions.reduce_tensor` makes of one in
-            another process. Names may have the prefixes of wrappers (`_WRAPPERS`). All are taken before anything is
-            checked.
+        tensors: pairs of a name and a tensor. The tensor may be a handle of one in another process, made by
+            `torch.multiprocessing.reductions.reduce_tensor`. Names may have the prefixes of wrappers (`_WRAPPERS`).
 
     Raises:
-        CheckpointError: there are none, a name comes twice, a value is not a plain tensor with values, or an adapter's
-            tensor is among them.
+        CheckpointError: there is no pair, a name comes twice, a value is not a plain tensor with values, or a tensor
+            belongs to an adapter.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -75,7 +74,7 @@ class GivenTensors(TensorSource):
 
 
 def _unwrapped(name: str) -> str:
-    """Returns the name of a tensor in the model below FSDP, DDP, torch.compile or PEFT.
+    """Removes the parts that FSDP, DDP, torch.compile or PEFT add to a tensor's name. Returns the model's own name.
 
     Raises:
         CheckpointError: the tensor belongs to an adapter.
@@ -94,7 +93,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _opened(tensor: object) -> object:
-    """Returns the tensor of another process, if this is a handle of one."""
+    """Opens a handle of a tensor in another process. Returns any other object unchanged."""
     if isinstance(tensor, tuple | list) and len(tensor) == 2:
         rebuild = next((each for each in _REBUILT if each is tensor[0]), None)
         return tensor if rebuild is None else rebuild(*tensor[1])
@@ -112,11 +111,11 @@ def _plain(name: str, tensor: object) -> Tensor:
 
 
 class _WithPresent(WrappedSource):
-    """New tensors, and the present values of the others.
+    """Tensors of an update, completed by the present values of all other tensors of the model.
 
     Args:
-        source: the new ones.
-        loader: loader of the weights.
+        source: the new tensors.
+        loader: loader of the weights, which can read their present values.
     """
 
     def __init__(self, source: TensorSource, loader: Loader) -> None:
@@ -129,7 +128,7 @@ class _WithPresent(WrappedSource):
 
     @override
     def kind(self, name: str) -> CodesKind | None:
-        return super().kind(name) if name in self._new else None  # of codes all parts are new
+        return super().kind(name) if name in self._new else None  # of a quantised matrix all parts are new
 
     @override
     def codes(self, name: str, device: torch.device) -> Codes | None:
@@ -138,12 +137,12 @@ class _WithPresent(WrappedSource):
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New values of some or all tensors of a model, checked.
+    """Checked new values for some or all tensors of a model.
 
     Attributes:
-        source: the new tensors, by the names of parameters.
+        source: the new tensors, by the names of the model's parameters.
         names: names of the tensors with new values.
-        whole: True if these are all tensors of the model.
+        whole: True if every tensor of the model has a new value.
         loader: loader of the weights.
     """
 
@@ -153,22 +152,23 @@ class WeightUpdate:
     loader: Loader
 
     def copy(self) -> None:
-        """Copies the values to the weights, on the current stream."""
+        """Copies the new values to the weights, on the current CUDA stream."""
         with torch.no_grad():
             source = self.source if self.whole else _WithPresent(self.source, self.loader)
             self.loader.refill(source, self.names)
 
 
 def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
-    """Reads and checks new values for the weights of a model. The weights do not change.
+    """Checks new values for weights of a model, and returns an update that can copy them. Copies nothing yet.
 
     Args:
         values: a directory, a Hub id, a loaded model, a state_dict, or pairs of a name and a tensor.
         weights: weights of the model.
 
     Raises:
-        CheckpointError: a name that the model does not have, a wrong shape or dtype, a matrix whose other parts are
-            missing, a value beyond float16, an adapter's tensor, or another model.
+        CheckpointError: an unknown name, a wrong shape or stored format, some parts of a fused quantised matrix without
+            the others, a value beyond float16, an adapter's tensor, or a checkpoint of another model.
+        UnsupportedModel: a dtype other than bfloat16, float16 or float32.
         UnsupportedOption: a checkpoint with scales of K and V.
     """
     checkpoint, loader = weights.checkpoint, weights.loader
@@ -192,10 +192,10 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
 
 
 def own_update(weights: PendingWeights) -> WeightUpdate:
-    """Returns an update with the values that the weights had first, from the checkpoint.
+    """Returns an update that restores the values of the model's own checkpoint.
 
     Raises:
-        ValueError: they came from a loaded model.
+        ValueError: the weights came from a loaded model, which has no files.
     """
     checkpoint, loader = weights.checkpoint, weights.loader
     if checkpoint.module is not None:
@@ -208,7 +208,16 @@ def own_update(weights: PendingWeights) -> WeightUpdate:
 
 
 def _of_checkpoint(values: str | os.PathLike[str] | nn.Module, checkpoint: Checkpoint) -> TensorSource:
-    """The tensors of another checkpoint of the same model."""
+    """Returns the tensors of another checkpoint of the same model.
+
+    Args:
+        values: a directory, a Hub id or a loaded model.
+        checkpoint: checkpoint of the model in use.
+
+    Raises:
+        CheckpointError: the config is not the same.
+        UnsupportedOption: one of the two has scales of K and V.
+    """
     found = resolve(values, role=checkpoint.role)  # type: ignore[arg-type]
     spec = whole_spec(checkpoint)
     if not isinstance(found.spec, ModelSpec) or replace(found.spec, dtype=spec.dtype) != spec:
@@ -224,7 +233,7 @@ def _of_checkpoint(values: str | os.PathLike[str] | nn.Module, checkpoint: Check
 
 
 def _checked_names(source: TensorSource, spec: ModelSpec) -> frozenset[str]:
-    """Checks shapes and dtypes; returns the names of the parameters."""
+    """Checks shapes and dtypes of new tensors. Returns the names of those that are parameters of the model."""
     wanted, infos = tensor_shapes(spec), source.infos()
     if spec.tied and {EMBED, HEAD} <= infos.keys() and has_own_head(source):
         raise CheckpointError(
@@ -243,7 +252,16 @@ def _checked_names(source: TensorSource, spec: ModelSpec) -> frozenset[str]:
 
 
 def _check_parts(source: TensorSource, names: frozenset[str], loader: Loader) -> None:
-    """Refuses a part of a matrix whose other parts cannot be read back, and tensors that are stored otherwise."""
+    """Refuses new tensors that cannot be copied to the fused weights.
+
+    If values of a fused weight cannot be read back, all its parts must be new. A new tensor must be stored in the same
+    quantised format as the one from which the weight was loaded.
+
+    Args:
+        source: the new tensors.
+        names: their names.
+        loader: loader of the weights.
+    """
     for part in loader.parts:
         new, old = [name for name in part.names if name in names], [name for name in part.names if name not in names]
         if new and old and part.place is None:
@@ -260,7 +278,7 @@ def _check_parts(source: TensorSource, names: frozenset[str], loader: Loader) ->
 
 
 def _check_range(source: TensorSource, names: frozenset[str]) -> None:
-    """Refuses values beyond float16 before anything is copied."""
+    """Refuses new tensors with values beyond float16, before anything is copied."""
     with source.open(), torch.no_grad():
         for name in sorted(names):
             if source.kind(name) is None and not bool(source.read(name).to(torch.float16).isfinite().all()):

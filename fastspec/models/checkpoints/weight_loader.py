@@ -1,8 +1,9 @@
 """Copies the tensors of one checkpoint into a model's weights: at once, or later and in parallel.
 
-Weights are allocated first and filled later. While threads fill them, kernels can be compiled and the rest of a model
-can be built. On CUDA each thread copies through its own pinned memory, on its own stream. On that stream the values are
-also packed or rounded, while the thread reads the next values. The thread waits at most at the end of a matrix.
+Weights are allocated first. They can be filled later by several threads, while kernels are compiled and the rest of the
+model is built. On CUDA each thread copies through its own pinned memory, on its own stream. On this stream the values
+are also packed or rounded, while the thread reads the next values. A thread only waits until its pinned memory is free
+again, and for checks of values.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 
 def _as_it_is(name: str, shape: tuple[int, int]) -> None:
-    """Returns None: no matrix is rounded. It is the default `rounds_to` of `Loader`."""
+    """Returns None, so that no matrix is rounded. Default of `rounds_to` in `Loader`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One part of a model's weights, which one copy fills.
+    """One weight of a model, which may be fused from several stored tensors.
 
     Attributes:
-        names: names of its tensors, stacked along their rows.
-        place: the weights; None: values cannot be read back from them, because they are rounded or in codes.
-        order: order of the rows, new from old. None: that of the tensors.
-        copy: fills the place from the loader's source.
+        names: names of the stored tensors, which are stacked along their rows.
+        place: the weight. None: the stored values cannot be read back from it, because it is rounded or quantised.
+        order: stored index of each row of the weight. None: as stored.
+        copy: function that fills the weight from the loader's source.
     """
 
     names: tuple[str, ...]
@@ -63,14 +64,16 @@ class Loader:
     """Makes weights of one dtype on one device from the named tensors of one source.
 
     Args:
-        source: the tensors. Must be open if they are copied at once.
+        source: the tensors. It must be open (`TensorSource.open`) unless `later` is True.
+        dtype, device: those of the weights.
         ops: ops that will read the weights.
-        rounds_to: returns the kind to which a matrix (name, (N, K)) is rounded. None: not rounded. Not called for
-            matrices that are stored quantised.
-        planned: True to allocate nothing and only count bytes.
+        bar: progress bar, which counts copied bytes.
+        rounds_to: function of a matrix's name and shape (N, K). Returns the quantised format to which the matrix is
+            rounded, or None: not rounded. It is not called for matrices that are stored quantised.
+        planned: True to make weights without memory, on the meta device, so that their bytes can be counted.
         release: True to free the source's tensors after they are copied.
         later: True to copy nothing before `fill`.
-        whole: source of the whole matrices, if `source` has only one rank's parts. None: `source` has whole matrices.
+        whole: properties of the whole matrices, if `source` has only one rank's slices. None: `source` has whole ones.
 
     Attributes:
         parts: the weights that were made.
@@ -103,11 +106,12 @@ class Loader:
     def tensor(
         self, *names: str, order: list[int] | None = None, dtype: torch.dtype | None = None, plus: float = 0.0
     ) -> Tensor:
-        """Makes one tensor of the named tensors, stacked along their rows.
+        """Makes one tensor from the named tensors, stacked along their rows.
 
         Args:
-            order: index of the old row for each new row.
-            dtype: dtype, if not the loader's.
+            *names: names of the stored tensors.
+            order: stored index of each row of the result. None: as stored.
+            dtype: dtype of the result. None: the loader's.
             plus: number that is added to every value.
         """
         parts = [self._infos[name].shape for name in names]
@@ -124,12 +128,14 @@ class Loader:
         tree: bool = False,
         use: Use = "product",
     ) -> Weight:
-        """Makes one `Weight` of the named matrices, stacked along their rows.
+        """Makes one `Weight` from the named matrices, stacked along their rows.
 
         Args:
+            *names: names of the stored matrices.
+            gated: True if the first half of the rows is the gate of an MLP.
             order: see `tensor`.
-            tree: see `Weight`; for matrices that ranks share.
-            use: "product" of a layer, "head" with logits in fp32, "table" of embeddings, or "tied", which is both.
+            tree: True if the sums over the columns of all ranks are one binary tree; see `Weight`.
+            use: purpose of the matrix; see `Use`.
         """
         shape = _shape_of(self._infos, names)
         kind = self._kind(names, shape, order)
@@ -154,13 +160,17 @@ class Loader:
         return made
 
     def same_format(self, *names: str) -> bool:
-        """True if all named matrices are stored quantised, or none is."""
+        """True if all named matrices are stored quantised, or none of them is."""
         return len({self._source.kind(name) is None for name in names}) == 1
 
     def joins_shared(self, *names: str) -> bool:
-        """True if `ops` store a shared expert's matrices and router row together with those of the routed experts.
+        """True if `ops` want a shared expert's matrices in the same stack as those of the routed experts.
 
-        False if they are quantised or if ranks share the model, because they are then stored separately.
+        False if the named matrices are quantised or rounded, or if ranks share the model. Then the shared expert has
+        separate weights.
+
+        Args:
+            *names: names of the shared expert's matrices.
         """
         plain = all(self._source.kind(name) is None for name in names)
         rounded = any(self._rounds_to(name, _shape_of(self._infos, (name,))) is not None for name in names)
@@ -169,11 +179,13 @@ class Loader:
         return wanted and plain and not rounded and self._whole is None
 
     def stack(self, experts: list[tuple[str, ...]], gated: bool = False) -> ExpertStack:
-        """Makes one stack of the named matrices of each expert.
+        """Makes one stack with the matrices of all experts, such as their gate and up projections.
 
-        The stack is in codes if all are stored quantised in one kind and `ops` can read that.
+        The stack stays quantised if all matrices are stored in the same quantised format, and `ops` can read it.
 
-        gated: True if the first half of the rows is a gate.
+        Args:
+            experts: for each expert, the names of the matrices that are stacked along their rows.
+            gated: True if the first half of an expert's rows is the gate of an MLP.
         """
         names = [name for each in experts for name in each]
         rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
@@ -190,7 +202,7 @@ class Loader:
         return made
 
     def _stored_kind(self, names: tuple[str, ...]) -> CodesKind | None:
-        """Returns the kind in which all named matrices are stored. None: not all are, or kinds differ."""
+        """Returns the one quantised format in which all named matrices are stored. None: there is none."""
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
         shapes = [(each[0], each[1]) for each in (self._infos[name].shape for name in names)]
         return joined_kind(kinds, shapes) if len(kinds) == len(names) else None
@@ -214,7 +226,16 @@ class Loader:
             self._bar.update(math.prod(codes.shape) * self.dtype.itemsize)
 
     def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
-        """Returns the kind to which all named matrices are quantised. None if they are not, or if kinds differ."""
+        """Returns the quantised format of a weight that is fused from the named matrices. None: plain values.
+
+        If no matrix is stored quantised, it is the format to which the weight is rounded. Otherwise all matrices must
+        be stored in one format.
+
+        Args:
+            names: names of the stored matrices.
+            shape: (N, K) of the weight.
+            order: stored index of each row of the weight. None: as stored.
+        """
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
         if not kinds:
             return self._rounds_to(names[0], shape)
@@ -225,10 +246,10 @@ class Loader:
         return kind if kind is None or order is None else CodesKind(kind.format, (1, kind.block[1]))
 
     def fill(self) -> None:
-        """Copies everything that was left for later. On CUDA all copies are complete when it returns.
+        """Fills all weights that were made with `later`. On CUDA all copies are complete when it returns.
 
         Raises:
-            CheckpointError: a value cannot be read, or does not fit in float16. Nothing more is copied then.
+            CheckpointError: a value cannot be read, or does not fit in float16. Then the remaining weights stay empty.
         """
         with self._source.open():
             if self._device.type != "cuda":
@@ -239,11 +260,14 @@ class Loader:
                     done.result()
 
     def kind(self, name: str) -> CodesKind | None:
-        """The kind of a matrix that is stored quantised; None: it is not."""
+        """Returns the quantised format in which the matrix `name` is stored. None: it is not quantised."""
         return self._source.kind(name)
 
     def present(self, name: str) -> Tensor:
-        """The values of a tensor as the weights hold them now, in the order of its rows; see `Part.place`."""
+        """Reads the present values of a stored tensor back from the weights, with rows in the stored order.
+
+        Its weight must not be rounded or quantised; see `Part.place`.
+        """
         part = next(part for part in self.parts if name in part.names)
         assert part.place is not None, "its values can be read back"
         fused = part.place.unpack() if isinstance(part.place, Weight) else part.place
@@ -253,11 +277,11 @@ class Loader:
         return fused[start : start + self._infos[name].shape[0]]
 
     def refill(self, source: TensorSource, names: Collection[str]) -> None:
-        """Copies the parts that hold one of these tensors again, to the same places.
+        """Fills those weights again, in place, that contain one of the named tensors.
 
         Args:
-            source: has all tensors of these parts, in the shapes and kinds of those before.
-            names: tensors with new values.
+            source: all tensors of these weights, with the shapes and quantised formats of the first ones.
+            names: names of the tensors with new values.
         """
         before = self._source, self._infos, self._bar, self._release
         self._source, self._infos, self._release = source, {**self._infos, **source.infos()}, False
@@ -312,7 +336,15 @@ class Loader:
         order: list[int] | None,
         staging: _Staging | None,
     ) -> None:
-        """Fills a weight that stays quantised."""
+        """Fills a weight with quantised values: stored ones, or plain values that are rounded now.
+
+        Args:
+            names: names of the stored matrices.
+            place: the weight.
+            kind: its quantised format.
+            order: stored index of each row of the weight. None: as stored.
+            staging: pinned memory of this thread. None: the device is not CUDA, or values are copied directly.
+        """
         parts = [codes for name in names if (codes := self._source.codes(name, self._device)) is not None]
         if parts:
             codes = join(parts)
@@ -332,7 +364,12 @@ class Loader:
         order: list[int] | None,
         staging: _Staging | None,
     ) -> None:
-        """Fills a weight of plain values. With a `kind`, values are first rounded to it."""
+        """Fills a weight with plain values. With a `kind`, they are first rounded to this quantised format.
+
+        Args:
+            names, place, order, staging: see `_fill_codes`.
+            kind: quantised format to which values are rounded, if they are stored plain. None: not rounded.
+        """
         plain = all(self._source.kind(name) is None for name in names)
         values = partial(self._rounded, kind if plain else None)
         if place.format == "packed" and order is None and plain:
@@ -344,7 +381,7 @@ class Loader:
             place.fill(values(self._rows(names, place, order, staging)))
 
     def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
-        """Rounds rows to a kind and returns their values. With None, returns the rows unchanged."""
+        """Rounds rows to a quantised format and dequantises them again. With None, returns the rows unchanged."""
         return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
 
     def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
@@ -354,9 +391,10 @@ class Loader:
     def _runs(
         self, names: tuple[str, ...], place: Weight, staging: _Staging | None
     ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
-        """Yields the rows of a weight in ranges of whole tiles: (number of the first tile, rows). Gate rows come first.
+        """Yields the rows of a weight in ranges of whole 16-row tiles: (number of the first tile, rows).
 
-        A range uses the same memory as the previous one, in the order of the stream.
+        For a gated weight, the gate rows of a range come before its up rows. All ranges use the same memory, so work on
+        one must be queued on the stream before the next is taken.
         """
         (n, k), halves = place.shape, 2 if place.gated else 1
         stored = [self._source.read(name) for name in names]
@@ -375,7 +413,15 @@ class Loader:
     def _fill_rows(
         self, names: tuple[str, ...], stored: list[Tensor], start: int, place: Tensor, staging: _Staging | None
     ) -> None:
-        """Fills `place` with rows of the named matrices, stacked along their rows, starting at row `start`."""
+        """Copies a range of rows of the stacked matrices to `place`.
+
+        Args:
+            names: names of the matrices, for messages.
+            stored: the matrices, which are stacked along their rows.
+            start: first row of the range in the stack.
+            place: [rows, K], the destination.
+            staging: see `_fill_codes`.
+        """
         first, stop = 0, start + place.shape[0]
         for name, matrix in zip(names, stored, strict=True):
             low, high = max(start, first), min(stop, first + matrix.shape[0])
@@ -390,7 +436,7 @@ class Loader:
             first += matrix.shape[0]
 
     def _rows(self, names: tuple[str, ...], place: Weight, order: list[int] | None, staging: _Staging | None) -> Tensor:
-        """Returns the values of a weight as rows [N, K], before conversion to its format."""
+        """Returns the values of a weight as a matrix [N, K], before they are converted to its format."""
         rows = torch.empty(place.shape, dtype=self.dtype, device=self._device)
         self._fill_tensor(names, rows, order, 0.0, staging)
         return rows
@@ -428,7 +474,7 @@ class Loader:
 
 
 class _Staging:
-    """Pinned memory of one thread, and the stream on which it is copied to the device."""
+    """Pinned host memory of one thread, and the CUDA stream on which it is copied to the device."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -436,7 +482,10 @@ class _Staging:
         self._copied = torch.cuda.Event()
 
     def copy(self, place: Tensor, stored: Tensor) -> None:
-        """Copies `stored` (CPU) to `place` (device, contiguous) piece by piece. Values are rounded to place's dtype."""
+        """Copies `stored` (CPU) to `place` (device, contiguous) in pieces, through the pinned memory.
+
+        Values are rounded to the dtype of `place`.
+        """
         pinned = self._pinned.view(place.dtype)
         flat, source = place.view(-1), stored.reshape(-1)
         for start in range(0, flat.numel(), pinned.numel()):
@@ -449,5 +498,5 @@ class _Staging:
 
 
 def _shape_of(infos: Mapping[str, TensorInfo], names: tuple[str, ...]) -> tuple[int, int]:
-    """Returns (N, K) of matrices stacked along their rows."""
+    """Returns the shape (N, K) of the named matrices, stacked along their rows."""
     return sum(infos[name].shape[0] for name in names), infos[names[0]].shape[1]

@@ -1,7 +1,7 @@
 """Makes the config of a model from the metadata of a GGUF file.
 
-The keys are those of llama.cpp, the fields those of transformers. Facts that llama.cpp has in its code, and not in the
-file, are in the table of architectures here.
+Keys of the metadata have the names of llama.cpp, and fields of the config those of transformers. Some properties of an
+architecture are in the code of llama.cpp, but not in the file. The table `GGUF_ARCHS` has them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROPE_LONG: Final = "rope_factors_long.weight"
 ROPE_SHORT: Final = "rope_factors_short.weight"
 ROPE_TENSORS: Final = (ROPE_FREQS, ROPE_LONG, ROPE_SHORT)
 _LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor of Llama 3
-# sizes and constants of every architecture
+# key of the metadata -> field of the config, for keys of every architecture
 _COMMON: Final = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -39,7 +39,7 @@ _REQUIRED: Final = (
     "attention.head_count",
     "attention.layer_norm_rms_epsilon",
 )
-# keys that are read by name below, or follow from others
+# keys that functions of this file read, or that follow from others
 _READ: Final = frozenset({
     "feed_forward_length",
     "vocab_size",
@@ -64,15 +64,15 @@ _ENDS: Final = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
 
 @dataclass(frozen=True, slots=True)
 class GgufArch:
-    """Facts of one architecture.
+    """Properties of one architecture of llama.cpp.
 
     Attributes:
-        model_type: model type of the config.
-        permuted: True if rows of q and k are stored for neighbouring rotary pairs.
+        model_type: `model_type` of the config in transformers.
+        permuted: True if rows of q and k are stored so that RoPE rotates neighbouring elements together.
         plus_one: True if norms are stored as 1 + w.
-        fields: further keys and their fields.
-        constants: fields with one value in all files.
-        finish: returns fields that follow from others.
+        fields: further keys of the metadata -> fields of the config.
+        constants: fields of the config that have the same value for all files.
+        finish: function that makes further fields from the metadata and the config so far. None: there are none.
     """
 
     model_type: str
@@ -84,18 +84,23 @@ class GgufArch:
 
 
 class _Metadata:
-    """Checked values of the keys of one architecture.
+    """Checked access to the metadata of a file.
 
     Args:
-        header: the file.
-        arch: name of the architecture, the prefix of its keys.
+        header: header of the file.
+        arch: name of the architecture, which is the prefix of its keys.
     """
 
     def __init__(self, header: GgufHeader, arch: str) -> None:
         self.header, self.arch = header, arch
 
     def get(self, key: str) -> MetadataValue | None:
-        """Returns the value of a key below the architecture. None: absent. A list of equal values counts as one.
+        """Returns the value of a key of the architecture. None: the key is missing.
+
+        A list has a value for each layer. If all are equal, returns one of them.
+
+        Args:
+            key: the key, without the architecture.
 
         Raises:
             UnsupportedModel: the layers have different values.
@@ -108,7 +113,7 @@ class _Metadata:
         return value[0]
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Returns a finite number.
+        """Returns the value of a key, which must be a finite number. The default if the key is missing.
 
         Raises:
             CheckpointError: another value.
@@ -121,14 +126,18 @@ class _Metadata:
         return value
 
     def refuse(self, key: str, value: object, wanted: str) -> None:
-        """Raises UnsupportedModel for the value of a key."""
+        """Raises UnsupportedModel with a key, its value, and the text `wanted`."""
         raise UnsupportedModel(
             f"{self.header.path}: {self.arch}.{key}={value!r} is not supported, wanted {wanted}; take the original "
             "checkpoint"
         )
 
     def floats(self, tensor: str) -> list[float] | None:
-        """Returns the values of a small fp32 vector. None: it is not stored."""
+        """Returns the values of a stored fp32 vector. None: the file has no tensor of this name.
+
+        Raises:
+            CheckpointError: the tensor has another dtype, or is not a vector.
+        """
         found = self.header.tensors.get(tensor)
         if found is None:
             return None
@@ -139,14 +148,21 @@ class _Metadata:
 
 
 def _gemma2(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the scale of queries, as in llama.cpp: 27B divides by its width per head, others by head_dim."""
+    """Returns the config field from which the scale of queries follows, as in llama.cpp.
+
+    It is hidden_size / heads for the models with 27B parameters, and head_dim for others.
+    """
     big = config["num_hidden_layers"] == (62 if metadata.arch == "gemma3" else 46)
     scale = config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
     return {"query_pre_attn_scalar": scale}
 
 
 def _gemma3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the types of layers and the two rotary embeddings: windows have theta 10000 and no scaling."""
+    """Returns the config fields for the types of layers, for RoPE and for the scale of queries.
+
+    Five layers with a sliding window are followed by one with full attention. RoPE of layers with a window has theta
+    10000, unless the file has another, and no scaling.
+    """
     if "sliding_window" not in config:
         raise CheckpointError(f"{metadata.header.path}: gemma3.attention.sliding_window is missing; download it again")
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
@@ -162,7 +178,7 @@ def _gemma3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _phi3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotated part of a head, and longrope's factors."""
+    """Returns the config fields for RoPE: the share of a head's elements that is rotated, and longrope's factors."""
     rotated = metadata.number("rope.dimension_count", config["head_dim"])
     assert rotated is not None, "it has a default"
     partial = rotated / config["head_dim"]
@@ -190,7 +206,11 @@ def _phi3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises CheckpointError if a size of the experts is missing. Adds nothing."""
+    """Checks that all sizes of experts are there. Returns no further fields.
+
+    Raises:
+        CheckpointError: a size is missing.
+    """
     missing = [key for key, to in _EXPERTS.items() if to not in config]
     if missing:
         raise CheckpointError(f"{metadata.header.path}: its metadata lacks {', '.join(missing)}; download it again")
@@ -235,16 +255,16 @@ GGUF_ARCHS: Final[Mapping[str, GgufArch]] = {
     ),
     "phi3": GgufArch("phi3", fields=_WINDOW, finish=_phi3),
 }
-"""By `general.architecture`. Files of Mistral and SmolLM2 say llama."""
+"""Value of the key `general.architecture` -> architecture. It is "llama" for Mistral and SmolLM2, too."""
 _MORE_KEYS: Final = {"gemma3": {"rope.freq_base_swa", "attention.sliding_window_pattern"}}
 
 
 def gguf_arch(header: GgufHeader) -> GgufArch:
-    """Returns the architecture of a file.
+    """Returns the architecture of a GGUF file.
 
     Raises:
-        CheckpointError: the file has none.
-        UnsupportedModel: one that is not supported.
+        CheckpointError: the file does not name its architecture.
+        UnsupportedModel: the architecture is not supported.
     """
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str):
@@ -258,11 +278,11 @@ def gguf_arch(header: GgufHeader) -> GgufArch:
 
 
 def config_of_gguf(header: GgufHeader) -> dict[str, Any]:
-    """Returns the fields of the config that the original checkpoint has in its config.json.
+    """Returns the config of a GGUF file's model, with the fields that `config.json` of the original checkpoint has.
 
     Raises:
         CheckpointError: a key or a tensor is missing, or a value is of the wrong type.
-        UnsupportedModel: an architecture, a key or a rope that is not supported.
+        UnsupportedModel: an architecture, a key or a type of RoPE that is not supported.
     """
     arch = gguf_arch(header)
     name = str(header.metadata["general.architecture"])
@@ -316,7 +336,12 @@ def _check_keys(metadata: _Metadata, arch: GgufArch) -> None:
 
 
 def _rope(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the rotary embedding, without longrope."""
+    """Returns the config field `rope_parameters`. For longrope, `_phi3` adds the factors.
+
+    Args:
+        metadata: metadata of the file.
+        config: fields of the config so far.
+    """
     found: dict[str, Any] = {"rope_type": "default", "rope_theta": metadata.number("rope.freq_base", 10000.0)}
     kind = metadata.get("rope.scaling.type")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear"))
@@ -341,12 +366,19 @@ def _rope(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -> dict[str, Any]:
-    """Returns the settings of Llama 3's rope that give the stored factors on wavelengths.
+    """Finds the settings of Llama 3's RoPE scaling from which the stored factors follow.
 
-    A file holds the factors, and not the settings. All published models have these two bounds.
+    The file has a factor for each wavelength, and not the settings. low_freq_factor and high_freq_factor are 1 and 4
+    in all published models. The original context length is found by comparison.
+
+    Args:
+        metadata: metadata of the file.
+        factors: stored factors, one for each rotated pair.
+        theta: base of the frequencies.
+        dim: elements of a head.
 
     Raises:
-        UnsupportedModel: no such settings give them.
+        UnsupportedModel: the factors follow from no such settings.
     """
     factor = max(factors, default=1.0)
     context = metadata.get("context_length")
@@ -368,7 +400,13 @@ def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -
 
 
 def _llama3_factor(inverse: float, factor: float, original: int) -> float:
-    """Returns the factor on one wavelength, 2 pi times `inverse`."""
+    """Returns the factor by which Llama 3's RoPE scaling stretches one wavelength.
+
+    Args:
+        inverse: the wavelength divided by 2 pi.
+        factor: largest factor.
+        original: context length before scaling.
+    """
     length = 2 * math.pi * inverse
     if length < original / _HIGH:
         return 1.0

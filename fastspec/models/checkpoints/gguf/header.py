@@ -1,4 +1,4 @@
-"""Header of a GGUF file: metadata, and the place of every tensor. Reads no values.
+"""Header of a GGUF file: metadata, and the location of every tensor. Reads no values.
 
 The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -28,7 +28,7 @@ MAX_AXES: Final = 4
 _STRING, _ARRAY = 8, 9
 _FORMATS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 CODES: Final = {"Q4_0": CodesKind("int4", (1, 32)), "Q8_0": CodesKind("int8", (1, 32))}
-"""Formats that `Codes` holds exactly, by ggml's name."""
+"""ggml's name of a format -> the equal format of `Codes`."""
 _NO_GGUF: Final = "reading GGUF needs the package gguf, which is not installed: pip install gguf"
 
 MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] | list[str]
@@ -37,12 +37,12 @@ MetadataValue = int | float | bool | str | list[int] | list[float] | list[bool] 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """Place of one stored tensor.
+    """Shape, format and location of one stored tensor.
 
     Attributes:
-        shape: its sizes, the rows of a matrix first. The file has them in the opposite order.
-        kind: name of its format, as ggml spells it.
-        start: first byte in the file.
+        shape: size of each axis, with the rows of a matrix first. The file has them in the opposite order.
+        kind: ggml's name of the format, such as "Q4_0".
+        start: offset of the first byte in the file.
         row_bytes: bytes of one row, along the last axis.
     """
 
@@ -53,19 +53,19 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rows."""
+        """Bytes of the whole tensor."""
         return math.prod(self.shape[:-1]) * self.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """Parsed header of a file.
+    """Parsed header of a GGUF file.
 
     Attributes:
-        path: the file.
-        metadata: by key.
-        tensors: by the names in the file.
-        data: the mapped file, uint8 [bytes].
+        path: path of the file.
+        metadata: key -> value.
+        tensors: name in the file -> shape, format and location of the tensor.
+        data: the whole memory-mapped file, uint8 [bytes].
     """
 
     path: Path
@@ -75,16 +75,16 @@ class GgufHeader:
 
     @property
     def has_codes(self) -> bool:
-        """True if a tensor has a format of `CODES`."""
+        """True if a tensor has a quantised format that `Codes` can represent."""
         return any(tensor.kind in CODES for tensor in self.tensors.values())
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Parses a file's header and checks that all tensors lie in the file, apart from each other.
+    """Parses the header of a file, and checks that all tensors are inside of the file and do not overlap.
 
     Raises:
-        CheckpointError: no GGUF file, a truncated or damaged one, or the package `gguf` is not installed.
-        UnsupportedModel: another version or byte order, a file that is split, or a format that cannot be read.
+        CheckpointError: it is not a GGUF file, or is truncated or damaged, or the package `gguf` is not installed.
+        UnsupportedModel: another version or byte order, one part of a split file, or an unknown tensor format.
     """
     try:
         data = np.memmap(path, mode="c")  # copy on write: torch warns of arrays that cannot be written
@@ -94,11 +94,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _HeaderParser:
-    """Reads the parts of a header one after the other.
+    """Reads the parts of a header one after the other, from a position that moves forward.
 
     Args:
-        path: the file, for messages.
-        data: its bytes.
+        path: path of the file, for messages.
+        data: all bytes of the file.
     """
 
     def __init__(self, path: Path, data: NDArray[np.uint8]) -> None:
@@ -135,7 +135,15 @@ class _HeaderParser:
         return CheckpointError(f"{self._path}: a damaged GGUF file: {why}; download it again")
 
     def _take(self, size: int, what: str) -> int:
-        """Returns where the next `size` bytes begin, and goes behind them."""
+        """Moves the position forward by `size` bytes. Returns the old position.
+
+        Args:
+            size: number of bytes.
+            what: description of these bytes, for the message.
+
+        Raises:
+            CheckpointError: the file has fewer bytes.
+        """
         start = self._at
         if size > len(self._data) - start:
             raise self._damaged(f"it ends after {len(self._data)} bytes, inside {what}")
@@ -173,7 +181,7 @@ class _HeaderParser:
         return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self._view, start))
 
     def _place(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Returns a tensor's name, sizes, number of its format, and first byte after the header."""
+        """Reads one entry of the table of tensors: (name, shape, ggml's number of the format, offset in the data)."""
         name = self._string("the table of tensors")
         axes = int(self._number("I", name))
         if not 1 <= axes <= MAX_AXES:
@@ -182,7 +190,7 @@ class _HeaderParser:
         return name, shape[::-1], int(self._number("I", name)), int(self._number("Q", name))
 
     def _aligned(self, alignment: object) -> int:
-        """Returns the alignment of tensors, and goes to the first of them."""
+        """Moves the position to the first multiple of the alignment, where the data begins. Returns the alignment."""
         if type(alignment) is not int or not 8 <= alignment <= 2**20 or alignment & (alignment - 1):
             raise self._damaged(f"{ALIGNMENT}={alignment!r}, wanted a power of two from 8")
         self._at += -self._at % alignment
@@ -216,7 +224,7 @@ class _HeaderParser:
 
 
 def block_sizes() -> dict[int, tuple[str, int, int]]:
-    """Returns name, values and bytes of a block of each format, by ggml's number.
+    """Returns ggml's number of a format -> (its name, values of a block, bytes of a block).
 
     Raises:
         CheckpointError: the package `gguf` is not installed.

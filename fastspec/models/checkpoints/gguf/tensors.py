@@ -1,15 +1,18 @@
 """Weights of a GGUF file, by the names of the model's parameters. Values are those of `gguf.quants.dequantize`.
 
-| format | value of a code q in a block of 32 | as `Codes`                                       |
+These formats are quantised in blocks of 32 values. d and m are numbers of a block, and q is the stored code.
+
+| format | value of a code q                  | as `Codes`                                       |
 |--------|------------------------------------|--------------------------------------------------|
 | Q4_0   | d (q - 8)                          | int4 in groups of 32, each zero point 8          |
 | Q8_0   | d q                                | int8 in groups of 32                             |
-| Q4_1   | d q + m, m any fp16                | none: zero points are whole numbers from 0 to 15 |
+| Q4_1   | d q + m, m any fp16                | not possible: a zero point is a whole number     |
 
-Matrices in codes stay in them if `Ops.keeps_codes` says so. All others are dequantised while they are read.
+A matrix in one of the first two formats stays quantised if `Ops.keeps_codes` says so. Other quantised tensors are
+dequantised while they are read.
 
-gguf's tables of names are used backwards: from a parameter to the stored tensor. llama.cpp stores q and k of some
-architectures in another order of rows, and norms of Gemma as 1 + w.
+The package `gguf` has tables from a model's parameter names to the names in the file. llama.cpp stores the q and k
+projections of some architectures in another order of rows, and the norms of Gemma as 1 + w.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _STORED_AS: Final = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}
-_JOINED: Final = 16  # rows that `gguf` takes as one
+_JOINED: Final = 16  # largest number of rows that are joined to one before `gguf` dequantises them
 _SCALE: Final = 2  # bytes of the fp16 scale at the beginning of a block
 _TOKENS: Final = "tokenizer.ggml.tokens"
 _EXPERT: Final = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)")
@@ -52,18 +55,18 @@ _ROPED: Final = re.compile(r"blk\.\d+\.attn_([qk])\.(weight|bias)")
 
 
 class GgufTensors(TensorSource):
-    """Tensors of a GGUF file that a model has.
+    """Tensors of a GGUF file, by the names of the model's parameters.
 
     Quantised tensors have dtype float32 in `infos`, the dtype of their dequantised values.
 
     Args:
-        header: the file.
+        header: header of the file.
         spec: spec of the model, made from the file's metadata.
-        in_codes: False to describe every matrix as dequantised, because its values will be rounded.
+        in_codes: False to dequantise every matrix, because its values will be rounded to another format.
 
     Raises:
-        CheckpointError: the file has other tensors besides, or another number of experts.
-        UnsupportedModel: a format that `gguf` cannot dequantise.
+        CheckpointError: the file has a tensor that is not one of the model's, or another number of experts.
+        UnsupportedModel: a tensor has a format that `gguf` cannot dequantise.
     """
 
     def __init__(self, header: GgufHeader, spec: ModelSpec, *, in_codes: bool = True) -> None:
@@ -110,12 +113,12 @@ class GgufTensors(TensorSource):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the embedding; bfloat16 if it is quantised."""
+        """Stored dtype of the embedding. bfloat16 if the embedding is quantised."""
         stored, _ = self._stored[EMBED]
         return _PLAIN.get(self._header.tensors[stored].kind, torch.bfloat16)
 
     def describe(self) -> str:
-        """Describes the formats of its matrices, for messages. Empty: all are plain."""
+        """Describes the quantised formats of the file's tensors, with sizes, for messages. Empty: none is quantised."""
         kinds: Counter[str] = Counter()
         for tensor in self._header.tensors.values():
             if tensor.kind not in _PLAIN:
@@ -132,7 +135,7 @@ class GgufTensors(TensorSource):
 
     @override
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows and, for a matrix, columns. Only these rows are dequantised."""
+        """Returns a range of rows and, for a matrix, of columns of the tensor `name`. Dequantises only these rows."""
         stored, shape = self._stored[name][0], self._infos[name].shape
         kind = self._header.tensors[stored].kind
         if len(shape) == 1:
@@ -147,13 +150,13 @@ class GgufTensors(TensorSource):
 
     @override
     def kind(self, name: str) -> CodesKind | None:
-        """Returns the kind of a matrix that `Codes` holds exactly. None: it is plain, or only its values are read."""
+        """Returns the quantised format of the matrix `name`. None: it is not quantised, or is dequantised when read."""
         found = CODES.get(self._header.tensors[self._stored[name][0]].kind)
         return found if self._in_codes and len(self._infos[name].shape) == 2 else None
 
     @override
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """Returns a matrix in codes.
+        """Returns the quantised matrix `name` on a device, without dequantising it. None: see `kind`.
 
         Raises:
             CheckpointError: a scale is not finite.
@@ -175,7 +178,7 @@ class GgufTensors(TensorSource):
         return codes if (left, right) == (0, width) else codes.part([(0, codes.shape[0])], (left, right))
 
     def _bytes(self, name: str) -> NDArray[np.uint8]:
-        """Returns the stored bytes of a tensor, or of one expert's part of it."""
+        """Returns the stored bytes of the tensor `name`. For an expert's matrix: its part of the stored tensor."""
         stored, expert = self._stored[name]
         tensor = self._header.tensors[stored]
         start, size = tensor.start, tensor.nbytes
@@ -185,16 +188,21 @@ class GgufTensors(TensorSource):
         return self._header.data[start : start + size]
 
     def _row_bytes(self, name: str, rows: slice) -> NDArray[np.uint8]:
-        """Returns the stored bytes of some rows of a matrix, in the model's order: uint8 [rows, bytes]."""
+        """Returns the stored bytes of a range of rows, in the order of transformers' model: uint8 [rows, bytes]."""
         stored, shape = self._stored[name][0], self._infos[name].shape
         raw = self._bytes(name).reshape(math.prod(shape[:-1]), self._header.tensors[stored].row_bytes)
         order = self._order(stored, shape[0])
         return raw[rows] if order is None else raw[order[rows]]
 
     def _order(self, stored: str, rows: int) -> NDArray[np.int64] | None:
-        """Returns the stored row of each row of q or k. None: as stored.
+        """Returns the stored index of each row of a q or k projection. None: rows are in the order of transformers.
 
-        llama.cpp rotates elements 2i and 2i + 1 of a head, transformers i and i + half.
+        RoPE of llama.cpp rotates the elements 2i and 2i + 1 of a head together. That of transformers rotates i and
+        i + half.
+
+        Args:
+            stored: stored name of the tensor.
+            rows: its number of rows.
         """
         found = _ROPED.fullmatch(stored) if self._arch.permuted else None
         if found is None:
@@ -204,13 +212,12 @@ class GgufTensors(TensorSource):
 
 
 def find_gguf(source: object) -> Path | None:
-    """Returns the local GGUF file that a source names: the file, or a directory with one and no safetensors.
+    """Returns the path of the local GGUF file that a user's source names. None: the source is something else.
 
-    Returns:
-        The file, or None if the source is something else.
+    The source is the path of the file, or of a directory that has one GGUF file and no safetensors.
 
     Raises:
-        CheckpointError: a directory with several GGUF files and nothing else to load.
+        CheckpointError: a directory with several GGUF files and no safetensors.
     """
     if not isinstance(source, str | os.PathLike):
         return None
@@ -229,10 +236,14 @@ def find_gguf(source: object) -> Path | None:
 
 
 def tokenizer_of_gguf(header: GgufHeader, role: str) -> PreTrainedTokenizerBase | None:
-    """Loads the tokenizer and the chat template in a file's metadata, as transformers does. None: it has none.
+    """Makes the tokenizer, with chat template, from a file's metadata, as transformers does. None: it has none.
+
+    Args:
+        header: header of the file.
+        role: "target" or "draft", for messages.
 
     Raises:
-        CheckpointError: transformers cannot build it.
+        CheckpointError: transformers cannot make it.
     """
     if not header.metadata.get(_TOKENS):
         return None
@@ -249,7 +260,12 @@ def tokenizer_of_gguf(header: GgufHeader, role: str) -> PreTrainedTokenizerBase 
 
 
 def _names(header: GgufHeader, layers: int) -> Any:
-    """Returns gguf's map from the names of a transformers model to those of llama.cpp."""
+    """Returns the map of the package `gguf` from the parameter names of transformers to the names in a file.
+
+    Args:
+        header: header of the file.
+        layers: number of layers of the model.
+    """
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     name = header.metadata["general.architecture"]
@@ -258,7 +274,17 @@ def _names(header: GgufHeader, layers: int) -> Any:
 
 
 def _place(parameter: str, names: Any) -> tuple[str, int | None] | None:
-    """Returns the stored tensor of a parameter, and its expert in it. None: the architecture has no such tensor."""
+    """Returns (name of the stored tensor, number of the expert) for a parameter of the model.
+
+    The number is None for a parameter that is not an expert's. All experts' matrices are in one stored tensor.
+
+    Args:
+        parameter: name of the parameter.
+        names: result of `_names`.
+
+    Returns:
+        None, if the architecture has no such tensor.
+    """
     module, _, leaf = parameter.rpartition(".")
     found = _EXPERT.fullmatch(module)
     expert = None
@@ -270,7 +296,7 @@ def _place(parameter: str, names: Any) -> tuple[str, int | None] | None:
 
 @cache
 def _dequantises(kind: str) -> bool:
-    """True if `gguf` can dequantise a format."""
+    """True if the package `gguf` can dequantise the format named `kind`."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 
     known = GGMLQuantizationType[kind]
@@ -283,9 +309,14 @@ def _dequantises(kind: str) -> bool:
 
 
 def _codes(raw: Tensor, kind: CodesKind) -> Codes:
-    """Returns rows of blocks of Q4_0 or Q8_0, uint8 [rows, bytes], as codes.
+    """Converts the stored bytes of a matrix in Q4_0 or Q8_0 to `Codes`.
 
-    A block is a scale in fp16, then 32 codes. Codes of 4 bits are 16 bytes: first the lower halves, then the upper.
+    A block is a scale in fp16, then 32 codes. Codes of 4 bits are in 16 bytes. The lower 4 bits of all bytes come
+    first, then the upper 4 bits.
+
+    Args:
+        raw: uint8 [rows, bytes].
+        kind: format of the result.
     """
     bits = BITS[kind.format]
     blocks = raw.unflatten(1, (-1, _SCALE + kind.block[1] * bits // 8))
@@ -298,13 +329,18 @@ def _codes(raw: Tensor, kind: CodesKind) -> Codes:
 
 
 def _values(raw: Any, kind: str) -> Tensor:
-    """Returns rows of bytes, uint8 [rows, bytes], as values: plain ones as stored, others dequantised to fp32."""
+    """Converts stored bytes to values: [rows, columns] in the stored dtype, or dequantised to fp32.
+
+    Args:
+        raw: uint8 [rows, bytes].
+        kind: name of the stored format.
+    """
     if kind in _PLAIN:
         values = torch.from_numpy(np.ascontiguousarray(raw).view(_STORED_AS[kind]))
         return values.view(torch.bfloat16) if kind == "BF16" else values
     from gguf import GGMLQuantizationType, quants
 
-    # gguf takes 16 rows at a time, and few values at a time take long
+    # gguf converts 16 rows in one step, which is slow for short rows: so rows are joined first
     wide = np.ascontiguousarray(raw).reshape(len(raw) // math.gcd(len(raw), _JOINED), -1)
     found = quants.dequantize(wide, GGMLQuantizationType[kind])
     return torch.from_numpy(np.ascontiguousarray(found.reshape(len(raw), -1)))

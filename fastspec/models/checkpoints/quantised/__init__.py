@@ -1,1 +1,1 @@
-"""Published quantised checkpoints: reads their configs, and converts their tensors to `Codes`."""
+"""Quantised checkpoints as other tools publish them: reads their configs, and converts their tensors to `Codes`."""

@@ -1,6 +1,6 @@
-"""Reads `quantization_config` of a checkpoint: the stored format of each of its matrices.
+"""Reads the `quantization_config` of a checkpoint, which says in which layout each quantised matrix is stored.
 
-The names of stored tensors show which matrices are quantised; the config tells their format.
+Which matrices are quantised is found from the names of the stored tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.quantised.schemes import Awq, Float4, Float8, Gptq, Int8, PackedInt, Scheme
 from fastspec.models.config import says_quantised
 
-SchemeOf = Callable[[str], "Scheme | None"]  # module name -> its scheme; None: not quantised
+SchemeOf = Callable[[str], "Scheme | None"]  # name of a module -> layout of its matrix; None: not quantised
 
 UNSUPPORTED: Final[Mapping[str, str]] = {
     "bitsandbytes": "its 4-bit codes are made for training; take a compressed-tensors, AWQ or GPTQ checkpoint",
@@ -29,7 +29,7 @@ UNSUPPORTED: Final[Mapping[str, str]] = {
     "mxfp4": "it is supported for the experts of gpt_oss only; take another checkpoint",
 }
 SUPPORTED: Final = "compressed-tensors, fp8, awq, gptq, modelopt"
-# fields that change no value of a matrix: method of quantisation, kernels, tool. Any field in no list is refused,
+# fields that change no value of a matrix, such as the tool that wrote them. A field in none of these lists is refused,
 # because it may change values
 _OF_ALL: Final = frozenset(
     ["quant_method", "is_quantized", "model_name_or_path", "producer", "provider", "meta", "tokenizer", "dataset"]
@@ -55,13 +55,14 @@ _MODELOPT: Final = frozenset(["kv_cache_quant_algo", "kv_cache_scheme", "config_
 
 @dataclass(frozen=True, slots=True)
 class Quantisation:
-    """Quantised formats of the matrices of a checkpoint.
+    """Quantisation settings of a checkpoint.
 
     Attributes:
         method: `quant_method` of the config.
-        scheme_of: returns the scheme of a module, by its name in the checkpoint, such as "model.layers.0.mlp.up_proj".
+        scheme_of: function of a module's name in the checkpoint, such as "model.layers.0.mlp.up_proj". Returns the
+            layout of its matrix, or None: not quantised.
         cache: True if the config has settings of a quantised KV cache.
-        weights: True if it has settings of quantised matrices.
+        weights: True if the config has settings of quantised matrices.
     """
 
     method: str
@@ -78,10 +79,11 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
         modelopt: content of `hf_quant_config.json`, which ModelOpt writes next to it.
 
     Returns:
-        None if there are no settings.
+        The settings. None if there are none.
 
     Raises:
-        UnsupportedModel: an unsupported method or setting. Names the field, its value, and what to use instead.
+        UnsupportedModel: an unsupported method or setting. The message names the field, its value, and what to use
+            instead.
     """
     named = ("quantization_config", "compression_config")
     field = next((name for name in named if says_quantised(config.get(name))), None)
@@ -102,7 +104,12 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
 
 
 class _Fields:
-    """One JSON object, with its name for messages."""
+    """One JSON object of the settings. Reads and checks its fields.
+
+    Args:
+        name: path of the object in the config, for messages.
+        values: the object.
+    """
 
     def __init__(self, name: str, values: Any) -> None:
         self.name = name
@@ -111,26 +118,26 @@ class _Fields:
         self.values: Mapping[str, Any] = values
 
     def sub(self, field: str) -> _Fields:
-        """Returns the object in a field."""
+        """Returns the JSON object that is the value of a field."""
         return _Fields(f"{self.name}.{field}", self.values.get(field))
 
     def refuse(self, field: str, value: object, wanted: str) -> NoReturn:
-        """Raises UnsupportedModel with the value and what was expected."""
+        """Raises UnsupportedModel with the field, its value, and the text `wanted`."""
         raise UnsupportedModel(f"{self.name}.{field}={value!r} is not supported: {wanted}")
 
     def close(self, *known: str, off: Collection[str] = ()) -> None:
-        """Refuses fields that are in none of these lists.
+        """Refuses an object with unknown fields, unless they are empty.
 
         Args:
-            known: fields that the caller reads.
-            off: fields that change no value.
+            *known: names of the fields that the caller reads.
+            off: names of fields that change no value of a matrix.
         """
         for field, value in self.values.items():
             if field not in known and field not in off and field not in _OF_ALL and value not in (None, "", [], {}):
                 self.refuse(field, value, "it is not known whether it changes values; leave it out if it does not")
 
     def choice(self, field: str, wanted: tuple[Any, ...], default: Any = None) -> Any:
-        """Returns a field's value, which must be one of `wanted`. null counts as absent."""
+        """Returns a field's value, which must be one of `wanted`. The default if it is missing or null."""
         value = self.values.get(field)
         value = default if value is None else value
         if value not in wanted or isinstance(value, bool) != isinstance(wanted[0], bool):
@@ -138,7 +145,7 @@ class _Fields:
         return value
 
     def group(self, field: str = "group_size", default: int | None = None) -> int | None:
-        """Returns the columns of a group. None: a whole row, which is written as -1."""
+        """Returns the number of columns that share a scale. None: the whole row, which configs write as -1."""
         value = self.values.get(field)
         value = default if value is None else value
         if value == -1:
@@ -148,14 +155,14 @@ class _Fields:
         return value
 
     def block(self, field: str) -> tuple[int, int]:
-        """Returns the rows and columns of a block."""
+        """Returns (rows, columns) of the blocks that share a scale."""
         value = self.values.get(field)
         if not isinstance(value, list | tuple) or len(value) != 2 or not all(type(n) is int and n > 0 for n in value):
             self.refuse(field, value, "wanted two whole numbers, rows and columns")
         return value[0], value[1]
 
     def names(self, *fields: str) -> tuple[str, ...]:
-        """Returns the lists of names in these fields, joined. None counts as an empty list."""
+        """Returns all names in the lists that are the values of these fields. null counts as an empty list."""
         found: list[str] = []
         for field in fields:
             value = self.values.get(field) or []
@@ -256,7 +263,7 @@ def _modelopt(fields: _Fields) -> Quantisation:
 
 
 def _modelopt_scheme(fields: _Fields) -> Scheme:
-    """Returns the scheme of the whole checkpoint, or of one of its `quantized_layers`."""
+    """Returns the layout of quantised matrices for the settings of a whole checkpoint, or of a part of its layers."""
     algorithm = fields.choice("quant_algo", ("NVFP4", "W4A16_NVFP4", "FP8", *_FP8_BLOCKS))
     if algorithm == "FP8":
         return Float8(None)
@@ -362,7 +369,7 @@ def _compiled(fields: _Fields, field: str, pattern: str) -> None:
 
 
 def _strategy(weights: _Fields) -> str:
-    """Returns the strategy. If none is written, compressed-tensors infers it from the sizes."""
+    """Returns the default of the field `strategy`, as compressed-tensors infers it from other fields."""
     if weights.values.get("block_structure") is not None:
         return "block"
     group = weights.values.get("group_size")
@@ -372,7 +379,10 @@ def _strategy(weights: _Fields) -> str:
 
 
 def _matches(module: str, targets: tuple[str, ...]) -> bool:
-    """True if a target of compressed-tensors selects a module: by name, or by `re:` and a pattern of its beginning."""
+    """True if one of the targets in a compressed-tensors config selects a module.
+
+    A target is the name of a module, or `re:` and a regular expression that matches the beginning of the name.
+    """
     return any(
         re.match(target[3:], name) is not None if target.startswith("re:") else name == target
         for name in spellings(module)
@@ -381,10 +391,10 @@ def _matches(module: str, targets: tuple[str, ...]) -> bool:
 
 
 def spellings(module: str) -> tuple[str, ...]:
-    """Returns the names that a config may use for the stored module `module`.
+    """Returns the names that a config may use for a module with the stored name `module`.
 
-    Files of a base model lack `model.`. The text part of a multimodal model is `language_model.model` in files of older
-    releases of transformers, and `model.language_model` in configs of newer ones, or the reverse.
+    In files of a base model, names lack `model.`. In a multimodal model, the text part can be `language_model.model` in
+    the files and `model.language_model` in the config, or the reverse. It depends on the releases of transformers.
     """
     old, new = "language_model.model.", "model.language_model."
     for here, there in ((old, new), (new, old)):
@@ -400,5 +410,5 @@ def _within(module: str, names: tuple[str, ...]) -> bool:
 
 
 def _inside(module: str, name: str) -> bool:
-    """True if a module's name begins or ends with `name`, or if it is inside a module of that name."""
+    """True if `name`, as a sequence of whole parts between dots, occurs in a module's name."""
     return module == name or module.startswith(name + ".") or module.endswith("." + name) or f".{name}." in module

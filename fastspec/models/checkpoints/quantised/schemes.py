@@ -1,6 +1,6 @@
-"""Stored layouts of a quantised matrix: their tensors, and the conversion to `Codes`.
+"""Layouts in which tools store a quantised matrix, called schemes, and the conversion of each to `Codes`.
 
-| scheme        | written by                               | tensors of a matrix [N, K], named after its module      |
+| scheme        | written by                               | stored tensors of a matrix [N, K]                       |
 |---------------|------------------------------------------|--------------------------------------------------------|
 | Float8        | compressed-tensors, fp8, ModelOpt        | weight e4m3 [N, K], a scale                             |
 | Int8          | compressed-tensors                       | weight int8 [N, K], a scale                             |
@@ -10,7 +10,7 @@
 | Awq           | AWQ, version gemm                        | qweight int32 [K, N/8], qzeros, scales                  |
 | Gptq          | GPTQ v1 and v2                           | qweight int32 [K bits/32, N], qzeros, scales, g_idx     |
 
-A scale is a factor of the decoded number. Exception: the global scale in NVFP4 of compressed-tensors is a divisor.
+The decoded number is multiplied by its scale. But it is divided by the global scale in NVFP4 of compressed-tensors.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ Over = tuple[tuple[Literal["N", "K"], int], ...]
 
 
 class StoredPart(NamedTuple):
-    """One stored tensor of a matrix.
+    """Description of one of the tensors that store a quantised matrix [N, K].
 
     Attributes:
         shapes: permitted shapes.
-        dtypes: permitted dtypes, as safetensors names them.
+        dtypes: permitted dtypes, by the names of safetensors.
         required: False if the tensor may be missing.
-        over: for each axis of the tensor: (axis of the matrix, rows or columns of the matrix per element). A tensor of
-            one element is for all of them. Empty: the tensor is for the whole matrix.
+        over: for each axis of the tensor, the axis of the matrix along which it runs, "N" or "K", and the number of
+            rows or columns of the matrix that one element belongs to. An axis of size 1 belongs to all of them. Empty:
+            the tensor belongs to the whole matrix.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -50,32 +51,39 @@ class StoredPart(NamedTuple):
 
 
 class Scheme(Protocol):
-    """One stored layout of a matrix."""
+    """Layout in which a quantised matrix is stored."""
 
     def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
-        """Returns the tensors of a matrix, by their names after the module's name and a dot."""
+        """Returns descriptions of the tensors that store a matrix of shape (N, K).
+
+        The keys are the last parts of their names, such as "weight_scale". The name of the module comes before them.
+        """
 
     def kind(self, shape: tuple[int, int]) -> CodesKind:
-        """Returns the kind of its `Codes`."""
+        """Returns the quantised format of the `Codes` of a matrix of shape (N, K)."""
 
     def codes(self, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Codes:
-        """Converts these tensors to the matrix [N, K], on their device.
+        """Converts the stored tensors of a matrix to `Codes`, on the device of the tensors.
+
+        Args:
+            tensors: last part of a tensor's name -> tensor.
+            shape: (N, K) of the matrix.
 
         Raises:
-            ValueError: names impossible values.
+            ValueError: a tensor has values that the layout does not allow. The message names them.
         """
 
     def describe(self) -> str:
-        """Describes the scheme."""
+        """Describes the layout in a few words, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Float8(Scheme):
-    """e4m3 with one scale for the matrix, for each row, or for each block.
+    """Codes are e4m3 floats. There is one scale for the matrix, for each row, or for each block.
 
     Attributes:
-        block: rows and columns of a block. None: (1, K) or the whole matrix, by the scale's shape.
-        scale: name of the scale's tensor.
+        block: rows and columns that share a scale. None: a row, or the whole matrix; the shape of the scale says which.
+        scale: last part of the name of the tensor with the scale.
     """
 
     block: tuple[int, int] | None
@@ -108,7 +116,11 @@ class Float8(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Int8(Scheme):
-    """int8 with one scale for the matrix, for each row, or for each group of `group` columns."""
+    """Codes are int8 numbers. There is one scale for the matrix, for each row, or for each group of columns.
+
+    Attributes:
+        group: columns of a row that share a scale. None: a row, or the whole matrix; the shape of the scale says which.
+    """
 
     group: int | None = None
 
@@ -138,12 +150,12 @@ class Int8(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class PackedInt(Scheme):
-    """4-bit or 8-bit codes in words along K, lowest bits first. Codes have half of their range added.
+    """Codes of 4 or 8 bits, several to a word along K, lowest bits first. Half of their range is added to them.
 
     Attributes:
-        bits: 4 or 8.
-        group: columns that share a scale. None: a whole row.
-        symmetric: True if no zero points are stored; they are half of the range.
+        bits: bits of a code, 4 or 8.
+        group: columns of a row that share a scale. None: the whole row.
+        symmetric: True if no zero points are stored. Each is half of the range then.
     """
 
     bits: int
@@ -193,13 +205,14 @@ class PackedInt(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Float4(Scheme):
-    """e2m1, two codes in a byte, low bits first.
+    """Codes are e2m1 floats, two in a byte, low bits first.
 
     Attributes:
-        group: 16 (NVFP4, whose scales are e4m3) or 32 (MXFP4, whose scales are powers of two, e8m0).
-        weight: name of the tensor of codes.
-        overall: name of the tensor of the global scale, for NVFP4.
-        divides: True if the global scale is a divisor.
+        group: columns of a row that share a scale: 16 for NVFP4, whose scales are e4m3, or 32 for MXFP4, whose scales
+            are powers of two (e8m0).
+        weight: last part of the name of the tensor with codes.
+        overall: last part of the name of the tensor with NVFP4's global scale. None: MXFP4.
+        divides: True if numbers are divided by the global scale, False if they are multiplied by it.
     """
 
     group: int
@@ -249,7 +262,11 @@ class Float4(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Awq(Scheme):
-    """int4 with zero points, in words along N whose nibbles are in the order of `AWQ_ORDER`."""
+    """Codes of 4 bits with zero points, eight to a word along N, in the order `AWQ_ORDER`.
+
+    Attributes:
+        group: columns of a row that share a scale and a zero point. None: the whole row.
+    """
 
     group: int | None
 
@@ -285,13 +302,13 @@ class Awq(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Gptq(Scheme):
-    """4-bit or 8-bit codes in words along K, with zero points in words along N.
+    """Codes of 4 or 8 bits, several to a word along K. Zero points are several to a word along N.
 
     Attributes:
-        bits: 4 or 8. With 8 bits every zero point must be 128.
-        group: rows of `qweight` that share a scale. None: all.
-        less_one: True if 1 is subtracted from the stored zero points (v1).
-        symmetric: True if the config says so. Every zero point of 4 bits must then be 8.
+        bits: bits of a code, 4 or 8. With 8 bits every zero point must be 128.
+        group: columns of a row of the matrix that share a scale and a zero point. None: the whole row.
+        less_one: True if zero points are stored less one (GPTQ v1).
+        symmetric: True if the config says that quantisation is symmetric. Then every 4-bit zero point must be 8.
     """
 
     bits: int
@@ -342,15 +359,13 @@ class Gptq(Scheme):
 
 
 def unpacked(words: Tensor, bits: int) -> Tensor:
-    """Unpacks int32 words [..., W] to codes uint8 [..., W * 32 / bits], lowest bits first."""
+    """Unpacks int32 words [..., W] to codes uint8 [..., W * 32 / bits]. The lowest bits of a word come first."""
     mask, shifts = (1 << bits) - 1, range(0, 32, bits)
     return torch.stack([(words >> shift & mask).to(torch.uint8) for shift in shifts], dim=-1).flatten(-2)
 
 
 def _over(kind: CodesKind) -> Over:
-    """Returns `StoredPart.over` for the scales of a kind: for each of their axes (axis of the matrix, rows or columns
-    per scale).
-    """
+    """Returns the value of `StoredPart.over` for the scales of a quantised format."""
     return ("N", kind.block[0]), ("K", kind.block[1])
 
 
@@ -361,7 +376,12 @@ def _scale_shapes(shape: tuple[int, int], block: tuple[int, int] | None) -> tupl
 
 
 def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, StoredPart]:
-    """Returns tensors that may be stored but are not used: scales of activations, and zero points that are 0."""
+    """Returns descriptions of tensors that may be stored and have no effect: activation scales, and zero points of 0.
+
+    Args:
+        shape: (N, K) of the matrix.
+        block: rows and columns that share a scale. None: see `Float8.block`.
+    """
     over = _over(CodesKind("int8", block or (1, shape[1])))
     zeros = StoredPart(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
     return {"input_scale": StoredPart(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
@@ -374,7 +394,15 @@ def _check_no_zeros(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _scales(stored: Tensor, kind: CodesKind, shape: tuple[int, int]) -> Tensor:
-    """Returns the scales of the kind, fp32. A scale for the whole matrix becomes one for each row."""
+    """Converts stored scales to fp32, in the shape that the quantised format wants.
+
+    One scale for the whole matrix becomes one for each row or block.
+
+    Args:
+        stored: the stored scales.
+        kind: the quantised format.
+        shape: (N, K) of the matrix.
+    """
     wanted, scales = kind.scales_shape(shape), _finite(stored.float(), "scales")
     if scales.numel() == 1:
         return scales.reshape(1, 1).expand(wanted).contiguous()

@@ -1,6 +1,6 @@
-"""Tensors of a quantised checkpoint, with each quantised matrix as one tensor [N, K].
+"""Tensors of a quantised checkpoint, in which each quantised matrix is one tensor [N, K].
 
-Also reads stored scales of 8-bit K and V.
+Also reads the stored scales of K and V for a KV cache in 8 bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
-# names that tools use; kv_scale is for both
+# names of scales of K and V that tools use; kv_scale is the scale of both
 _SCALE_NAMES: Final = re.compile(
     _ATTENTION + r"(?:(?:attn\.|[kv]_proj\.|qkv_proj\.)?(k|v|kv)_scale|(k|v)_cache\.scale)$"
 )
@@ -32,17 +32,23 @@ _LAYER: Final = re.compile(re.escape(PREFIX) + r"layers\.(\d+)\.")
 
 
 class CacheScales(NamedTuple):
-    """Divisors of K and V of one layer: one number, or one for each KV head. 1 if none is stored."""
+    """Scales of one layer, by which K and V are divided before they are stored in 8 bits.
+
+    Attributes:
+        k, v: one number for all KV heads, or one for each. 1 if none is stored.
+    """
 
     k: tuple[float, ...] = (1.0,)
     v: tuple[float, ...] = (1.0,)
 
 
 def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> list[str]:
-    """Returns the stored names of KV scales of the model's layers, without those of a vision tower or of MTP layers.
+    """Returns the stored names of the scales of K and V that belong to the model's own layers.
+
+    Scales of a vision tower or of MTP layers are left out.
 
     Args:
-        infos: stored names.
+        infos: stored names of all tensors.
         parameters: names of the model's parameters.
     """
     layers = {found[1]: name for name in parameters if (found := _LAYER.match(name))}
@@ -60,14 +66,14 @@ def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> li
 
 
 def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict[int, CacheScales]:
-    """Returns the KV scales of a checkpoint by layer.
+    """Reads the scales of K and V of a checkpoint. Returns them by number of the layer.
 
     Args:
         stored: tensors of the checkpoint.
         parameters: names of the model's parameters.
 
     Raises:
-        CheckpointError: a scale that is not a positive number.
+        CheckpointError: a scale is not a positive number.
     """
     found: dict[int, CacheScales] = {}
     names = cache_scale_names(stored.infos(), parameters)
@@ -86,26 +92,35 @@ def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict
 
 
 def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) -> tuple[KVScales, ...]:
-    """Returns the KV scales that these layers use.
+    """Returns one scale of K and one of V for each layer. If heads have different scales, the largest fits all heads.
 
-    If heads have different scales, takes the largest, which fits all heads.
+    Args:
+        found: stored scales by number of the layer. A layer that is not there has scales 1.
+        layers: numbers of the layers.
     """
     named = [found.get(layer, CacheScales()) for layer in layers]
     return tuple(KVScales(max(each.k), max(each.v)) for each in named)
 
 
 WEIGHT = ".weight"
-# suffixes of tensors that mark a quantised matrix, and suffixes of further tensors of it
+# last parts of tensor names that only quantised matrices have
 MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
 
 _UNCHANGED: Final[Mapping[str, str]] = {}
-GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # the group of each column
+GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # names of tensors with the number of each column's group
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 
 
 class Matrix(NamedTuple):
-    """A quantised matrix: stored name of its module, its scheme, its shape, and its stored parts."""
+    """Description of a quantised matrix.
+
+    Attributes:
+        module: stored name of the module, such as "model.layers.0.mlp.up_proj".
+        scheme: layout in which it is stored.
+        shape: (N, K) of the matrix.
+        parts: last parts of the names of its stored tensors, such as "weight_packed" and "weight_scale".
+    """
 
     module: str
     scheme: Scheme
@@ -114,16 +129,17 @@ class Matrix(NamedTuple):
 
 
 class QuantisedShards(WrappedSource):
-    """Stored tensors, with the parts of each quantised matrix joined to one tensor, `<module>.weight`.
+    """Tensors of a quantised checkpoint. The stored tensors of a quantised matrix are one tensor, `<module>.weight`.
 
     Args:
-        stored: tensors of the files.
-        quantisation: settings of the config.
+        stored: the stored tensors.
+        quantisation: quantisation settings of the config.
         shapes: shapes of the model's parameters, by name.
-        renamed: parts of stored names with their replacements; see `ModelFamily.renamed`.
+        renamed: part of a stored name -> usual part; see `ModelFamily.renamed`.
 
     Raises:
-        CheckpointError: parts are missing or have another shape or dtype, or the config does not mention their matrix.
+        CheckpointError: a stored tensor of a matrix is missing, or has another shape or dtype, or the settings do not
+            cover the matrix.
     """
 
     def __init__(
@@ -167,7 +183,16 @@ class QuantisedShards(WrappedSource):
             yield module + WEIGHT, Matrix(module, scheme, (rows, columns), self._parts(module, scheme, (rows, columns)))
 
     def _parts(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-        """Returns the stored parts of a matrix. Checks their shapes and dtypes."""
+        """Checks shapes and dtypes of a quantised matrix's stored tensors. Returns the last parts of their names.
+
+        Args:
+            module: stored name of the module.
+            scheme: layout in which the matrix is stored.
+            shape: (N, K) of the matrix.
+
+        Raises:
+            CheckpointError: a tensor is missing, or has another shape or dtype.
+        """
         infos, there = self._source.infos(), []
         for part, wanted in scheme.parts(shape).items():
             info = infos.get(f"{module}.{part}")
@@ -189,25 +214,28 @@ class QuantisedShards(WrappedSource):
         return tuple(there)
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns every tensor. A quantised matrix is one tensor."""
+        """Returns the properties of every tensor. A quantised matrix is one tensor of dtype float32."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor by its stored name. A quantised matrix is returned as fp32 values."""
+        """Returns the tensor `name`. A quantised matrix is dequantised to fp32."""
         codes = self.codes(name, torch.device("cpu"))
         return self._source.read(name) if codes is None else codes.dequantise(torch.float32)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns a part of a tensor. A quantised matrix is read completely for it."""
+        """Returns a range of rows and, for a matrix, of columns of the tensor `name`.
+
+        A quantised matrix is read as a whole and dequantised for it.
+        """
         return TensorSource.read_part(self, name, rows, columns)
 
     def kind(self, name: str) -> CodesKind | None:
-        """Returns the kind of a quantised matrix. None: it is not quantised."""
+        """Returns the quantised format of the matrix `name`. None: it is not quantised."""
         matrix = self._matrices.get(name)
         return self._source.kind(name) if matrix is None else matrix.scheme.kind(matrix.shape)
 
     def codes(self, name: str, device: torch.device) -> Codes | None:
-        """Returns a quantised matrix, unpacked on the device. None: it is not quantised.
+        """Returns the quantised matrix `name`, with its codes unpacked on the device. None: it is not quantised.
 
         Raises:
             CheckpointError: a code, scale or zero point has a value that the format does not allow.
@@ -222,7 +250,9 @@ class QuantisedShards(WrappedSource):
             raise CheckpointError(f"{self.directory}: {matrix.module}: {error}") from error
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Returns rows and columns of a quantised matrix. Reads only the stored words and scales that they need.
+        """Returns a range of rows and columns of the quantised matrix `name`. None: it is not quantised.
+
+        Reads only the stored words and scales that belong to the range.
 
         Raises:
             CheckpointError: a code, scale or zero point has a value that the format does not allow.
@@ -244,7 +274,16 @@ class QuantisedShards(WrappedSource):
         return codes.part(here[:1], here[1])
 
     def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
-        """Returns the smallest range of rows or columns that contains `meant` and consists of whole stored elements."""
+        """Returns the smallest range of rows or columns that contains a range and needs only whole stored elements.
+
+        A stored element is a word with several codes, or a scale for several rows or columns.
+
+        Args:
+            matrix: the matrix.
+            parts: name of a stored tensor -> rows or columns per element; see `StoredPart.over`.
+            axis: "N" for rows, "K" for columns.
+            meant: the range.
+        """
         shapes = {part: self._source.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
         unit = math.lcm(*(by for size, (of, by) in over if of == axis and size > 1))
@@ -252,7 +291,14 @@ class QuantisedShards(WrappedSource):
         return range(meant.start // unit * unit, min(-(-meant.stop // unit) * unit, stop))
 
     def _along(self, matrix: Matrix, part: str, over: Over, read: Mapping[str, range]) -> Tensor:
-        """Reads the elements of a stored part that belong to these rows and columns."""
+        """Reads the elements of a stored tensor that belong to a range of rows and columns of the matrix.
+
+        Args:
+            matrix: the matrix.
+            part: last part of the tensor's name.
+            over: rows or columns per element; see `StoredPart.over`.
+            read: range of rows by "N", and range of columns by "K".
+        """
         name = f"{matrix.module}.{part}"
         places = [
             slice(None) if size == 1 else slice(read[axis].start // by, -(-read[axis].stop // by))
@@ -263,13 +309,20 @@ class QuantisedShards(WrappedSource):
         return self._source.read_part(name, *places, *([slice(None)] * (2 - len(places))))
 
     def describe(self) -> str:
-        """Returns the number of matrices by scheme, as text."""
+        """Describes the numbers of quantised matrices in each stored layout, for messages."""
         kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
         return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 
 
 def _modules(infos: Mapping[str, TensorInfo]) -> dict[str, str]:
-    """Returns the names of modules with stored tensors that only a quantised matrix has, each with one such tensor."""
+    """Finds the modules that are stored quantised, by tensors that only quantised modules have.
+
+    Args:
+        infos: properties of the stored tensors, by name.
+
+    Returns:
+        Name of a module -> last part of the name of such a tensor.
+    """
     found = {}
     for name, info in infos.items():
         module, _, part = name.rpartition(".")

@@ -4,11 +4,12 @@
     int8  weight_packed int32 [N, K/4] (low byte first), weight_scale [N, 1], weight_shape [2]
     int4  weight_packed int32 [N, K/8] (low nibble first), weight_scale [N, K/G], weight_shape [2]
 
-int8 and int4 codes are symmetric, with half of their range added. int8 as plain bytes ("int-quantized") is not used:
-some engines refuse it unless activations are quantised, too.
+N and K are rows and columns of the matrix, and G columns share a scale. int8 and int4 are symmetric. Stored codes are
+unsigned: half of their range is added. int8 as plain bytes ("int-quantized") is not used, because some engines accept
+it only with quantised activations.
 
 Matrices of layers are rounded by `kernels/common/rounding.py`, which `draft_quantization=` also uses. So both give the
-same values. Embedding, head, norms and biases are not rounded.
+same values. Embedding, output matrix (LM head), norms and biases are not rounded.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ def write_quantised(
     revision: str | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> None:
-    """Writes `destination`, a copy of the directory `source` with quantised matrices of layers.
+    """Writes a copy of a checkpoint in which the matrices of layers are quantised.
 
-    One file of weights is in memory at a time. If writing fails, no destination is left.
+    One file of weights is in memory at a time. If writing fails, the destination does not exist afterwards.
 
     Args:
-        source: a local directory or a Hub id of a native family, in 16 or 32 bits.
-        destination: must not exist.
+        source: a local directory or a Hub id. The model must be one that this package's decoder runs, in 16 or 32 bits.
+        destination: path of the new directory. It must not exist.
         form: "fp8", "int8" or "int4".
-        revision: revision of a Hub id.
-        tell: called with the name of each file before it is written.
+        revision: revision of a Hub id. None: the default branch.
+        tell: function that is called with the name of each file before it is written.
 
     Raises:
-        UnsupportedOption: another form, a hosted model, or a source that is already quantised.
+        UnsupportedOption: another form, a model that runs as transformers' module, or a source that is quantised.
         CheckpointError: the destination exists, or the source is damaged.
     """
     wanted = [each for each in FORMATS if each == form]
@@ -129,9 +130,11 @@ def _write(
 
 
 def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns the tensors to store for a matrix.
+    """Returns the tensors to store for a quantised matrix, by the last part of their names.
 
-    Its scales have the matrix's dtype, or bf16, in which they are exact.
+    Args:
+        codes: the quantised matrix.
+        dtype: dtype of the matrix before. Scales are fp32 if it is fp32, else bf16, in which they are exact.
     """
     scales = codes.scales.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
     if codes.kind.format == "fp8":
@@ -142,7 +145,7 @@ def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Packs codes uint8 [N, K] into int32 words [N, W], lowest bits first. K is at most W * 32 / bits."""
+    """Packs codes uint8 [N, K] into int32 words [N, ceil(K * bits / 32)], lowest bits first."""
     count = 32 // bits
     whole = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[1] % count)).unflatten(1, (-1, count))
     words = sum(whole[..., place] << bits * place for place in range(count))
@@ -150,7 +153,14 @@ def packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[str]) -> dict[str, Any]:
-    """Returns `quantization_config`. If group sizes differ, each entry lists its modules."""
+    """Returns the `quantization_config` for the new `config.json`.
+
+    Args:
+        form: "fp8", "int8" or "int4".
+        groups: columns that share a scale -> names of the modules. The key None is a whole row. With several keys,
+            each entry of the config lists its modules.
+        kept: names of modules that are not quantised.
+    """
     of_group = {}
     for index, (size, modules) in enumerate(sorted(groups.items(), key=lambda each: each[0] or 0)):
         weights: dict[str, Any] = {
@@ -180,7 +190,7 @@ def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[
 
 
 def _copy_others(source: Path, directory: Path) -> None:
-    """Copies tokenizer, generation settings and other files besides the weights. Pickled files are not copied."""
+    """Copies tokenizer, generation settings and other files of a checkpoint, without weights, index and config."""
     for path in source.iterdir():
         written = path.suffix in _WEIGHTS or path.name in (INDEX, CONFIG)
         if path.is_file() and not written and not path.name.startswith("."):
