@@ -1,1 +1,1 @@
-"""Hosted models: transformers' own modules, with attention, KV cache and matrix products of this package."""
+"""Hosted models: modules of transformers that run with attention, KV cache and matrix products of this package."""

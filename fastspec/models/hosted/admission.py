@@ -1,4 +1,7 @@
-"""Admission of a hosted model at construction: compares short passes, and refuses a model whose results differ."""
+"""Checks of a hosted model before its first use: compares short passes, and refuses a model whose results differ.
+
+A hosted model is a module of transformers that runs with attention and KV cache of this package.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,21 @@ from fastspec.models.hosted.probe import base_name
 from fastspec.models.hosted.swaps import ATTENTION
 from fastspec.shapes import ForwardBatch, Tiling
 
-# difference of hidden states, as a share of their norm, that rounding alone explains: sums have another order, and in
-# 16 bits a router may choose another expert of nearly the same weight
+# largest allowed difference of hidden states, relative to their norm. Rounding explains this much: sums have another
+# order, and in 16 bits a router may choose another expert of nearly the same weight
 _TOLERANCE: Final = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.1}
-_ROUNDED: Final = 0.5  # the same if matrices were rounded while they were loaded
+_ROUNDED: Final = 0.5  # the same for a model whose matrices were rounded to fewer bits while they were loaded
 
 
 def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> None:
-    """Compares short passes of a hosted model with each other, and with the module's own attention.
+    """Runs short passes of a hosted model. Compares them with each other, and with transformers' own attention.
 
     Args:
-        model: the model with weights and KV cache, whose first pages are overwritten.
+        model: the model with weights and KV cache. The first pages of the cache are overwritten.
         name: name of the model, for messages.
-        tiling: tiling of steps. If it fixes the number of rows, a row must have the same bits alone and among others.
-        max_queries: largest number of tokens of a step.
+        tiling: tile sizes of decode steps. If `tiling.rows` is set, a token must have the same bits whether it is fed
+            alone or with others.
+        max_queries: largest number of tokens of a row in a step.
 
     Raises:
         UnsupportedModel: results differ. The message names the check and the first layer that differs.
@@ -47,17 +51,18 @@ def admit(model: HostedModel, name: str, tiling: Tiling, max_queries: int) -> No
 
 
 def admit_streams(model: HostedModel, name: str, tiling: Tiling, *, shares_embedding: bool) -> None:
-    """Checks that a proposer can read hidden states between the layers of a hosted model.
+    """Checks that a proposer can read the hidden states between the layers of a hosted model.
 
     Args:
         model: the model with weights.
         name: name of the model, for messages.
-        tiling: tiling of steps.
-        shares_embedding: True if the proposer uses rows of the model's embedding, which must not be changed afterwards.
+        tiling: tile sizes of decode steps.
+        shares_embedding: True if the proposer uses the model's embedding. Then the input of the first layer must be
+            rows of the embedding, without a factor or positions.
 
     Raises:
-        UnsupportedModel: the inputs of its layers are not the hidden states that the module itself reports, or the
-            input of the first layer is not a row of its embedding.
+        UnsupportedModel: the inputs of the layers are not the hidden states that the module itself reports, or the
+            input of the first layer is not rows of the embedding.
     """
     count, device = TRIAL_PROMPT, model.keys[0].device
     ids, positions = trial_ids(count, model.info, device), torch.arange(count, device=device)[None]
@@ -100,10 +105,10 @@ class _Trial:
         self._pages = -(-count // self._page_size)
 
     def run(self) -> None:
-        """Compares passes of the hosted model with transformers' own.
+        """Compares passes of the hosted model with a pass with transformers' own attention.
 
         Raises:
-            UnsupportedModel: they differ.
+            UnsupportedModel: results differ.
         """
         count = self._ids.shape[1]
         own = self._own()
@@ -136,7 +141,10 @@ class _Trial:
         )
 
     def _own(self) -> Tensor:
-        """Returns the hidden states with transformers' own attention and masks, without a cache."""
+        """Runs a pass over all test tokens with transformers' own attention and masks, and without a cache.
+
+        Returns the last hidden states, [1, tokens, hidden].
+        """
         model, base = self._model, self._model.base
         base.set_attn_implementation("eager")
         try:
@@ -151,7 +159,13 @@ class _Trial:
         return hidden
 
     def _check_cut(self, own: Tensor) -> None:
-        """Compares the results of all ranks with those of the whole module before it was split."""
+        """Compares the results of all ranks together with those of the whole module, before it was split.
+
+        Does nothing if one process runs the whole module.
+
+        Args:
+            own: result of `_own`.
+        """
         cut, wanted = self._model.info.cut, self._model.wanted
         if cut is None or wanted is None:
             return
@@ -165,9 +179,21 @@ class _Trial:
             )
 
     def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:
-        """Runs passes over these numbers of tokens and returns their hidden states.
+        """Feeds the test tokens in several passes, and compares the hidden states with `own`.
 
-        If these differ from `own`, compares each layer.
+        If they differ by more than rounding, each layer is compared with the same input in both.
+
+        Args:
+            what: description of the passes, for messages.
+            own: result of `_own`.
+            tiling: tile sizes of the passes.
+            counts: number of tokens of each pass.
+
+        Returns:
+            The last hidden states of all passes, [1, tokens, hidden].
+
+        Raises:
+            UnsupportedModel: a layer differs.
         """
         passes = [partial(self._feed, sum(counts[:index]), count, tiling) for index, count in enumerate(counts)]
         ours = torch.cat([feed() for feed in passes], dim=1)
@@ -190,10 +216,18 @@ class _Trial:
             ) from reason
         return torch.cat(
             [feed() for feed in passes], dim=1
-        )  # the comparison has written K/V of other inputs to the pages
+        )  # repeated, because the comparison has overwritten the K/V in the pages
 
     def _first_difference(self, first: int, count: int) -> str:
-        """Returns the first submodule whose output for token `first` depends on the tokens fed after it."""
+        """Finds the first submodule whose output for a token depends on the tokens that are fed after it.
+
+        Args:
+            first: position of the token.
+            count: number of all tokens.
+
+        Returns:
+            The name of the submodule. "lm_head" if there is none in the base model.
+        """
         alone = self._outputs(lambda: self._feed(first, 1, self._tiling))
         among = self._outputs(lambda: self._feed(first, count - first, self._tiling))
         for (name, one), (_, many) in zip(alone, among, strict=True):

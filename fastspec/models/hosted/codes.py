@@ -1,6 +1,6 @@
-"""Quantised matrix products of hosted models: stored quantised, or rounded while they are loaded.
+"""Quantised weights of hosted models, which are stored quantised or rounded while they are loaded.
 
-Matrix products read the codes. All other tensors of a quantised checkpoint are dequantised.
+Weights of linear layers stay quantised. All other tensors of a quantised checkpoint are dequantised.
 """
 
 from __future__ import annotations
@@ -35,11 +35,16 @@ _WEIGHT = ".weight"
 
 
 def quantised_products(shards: TensorSource, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
-    """Returns the tensors of a quantised checkpoint, with the weight of every nn.Linear as one (quantised) matrix.
+    """Returns the tensors of a quantised checkpoint, in which the weight of every nn.Linear is one matrix.
+
+    Args:
+        shards: the stored tensors.
+        quantisation: quantisation settings of the config.
+        info: the hosted model.
 
     Raises:
         UnsupportedModel: a module other than nn.Linear is stored quantised.
-        CheckpointError: parts are missing, or do not match the config.
+        CheckpointError: a stored tensor of a matrix is missing, or does not match the config.
     """
     shell = shell_of(info.kind, info.config)
     shapes = {
@@ -54,11 +59,11 @@ def quantised_products(shards: TensorSource, quantisation: Quantisation, info: H
 
 
 class ProductCodes:
-    """Codes of a hosted model's products, by the names of its parameters.
+    """Quantised weights of a hosted model's linear layers, by the names of its parameters.
 
     Args:
-        checkpoint: a directory with quantised weights.
-        info: info of the same model.
+        checkpoint: checkpoint in a directory with quantised weights.
+        info: the hosted model.
 
     Raises:
         CheckpointError, UnsupportedModel: see `quantised_products`.
@@ -78,7 +83,7 @@ class ProductCodes:
             self.tensors = SlicedTensors(self._whole, slices)
 
     def _slices(self, cut: HostedCut) -> dict[str, Slice]:
-        """Returns one rank's slices of the quantised products that are split, by stored name."""
+        """Returns this rank's slice of each quantised weight that ranks split: stored name -> slice."""
         found = {}
         for name, stored in self._stored.items():
             kind, (rows, columns) = cut.kinds.get(name.removesuffix(_WEIGHT)), self._whole.infos()[stored].shape
@@ -89,7 +94,7 @@ class ProductCodes:
         return found
 
     def kinds(self) -> dict[str, tuple[tuple[int, int], CodesKind]]:
-        """Returns shape and kind of every quantised product."""
+        """Returns name of the parameter -> (shape (N, K), quantised format) for every quantised weight."""
         found = {}
         for name, stored in self._stored.items():
             kind, shape = self.tensors.kind(stored), self.tensors.infos()[stored].shape
@@ -98,9 +103,15 @@ class ProductCodes:
         return found
 
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, ops: Ops) -> Weight | None:
-        """Returns the quantised weight of a parameter. None: not stored quantised, or `ops` do not support its format.
+        """Reads the quantised weight of a parameter. `tensors` must be open.
 
-        `tensors` must be open.
+        None: the parameter is not stored quantised, or `ops` do not support its format.
+
+        Args:
+            name: name of the parameter.
+            dtype: dtype of activations.
+            device: device of the result.
+            ops: ops that will read the weight.
         """
         stored = self._stored.get(name)
         kind = None if stored is None else self.tensors.kind(stored)
@@ -115,7 +126,10 @@ class ProductCodes:
         return made
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns all tensors by their stored names, dequantised to `dtype`. transformers makes a module from them."""
+        """Returns all tensors by their stored names. Quantised ones are dequantised to `dtype`.
+
+        transformers makes a module from them.
+        """
         with self._whole.open():
             return {
                 name: self._whole.read(name).to(dtype) if self._whole.kind(name) else self._whole.read(name)
@@ -124,9 +138,14 @@ class ProductCodes:
 
 
 def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tuple[int, int], CodesKind]]:
-    """Returns shape (N, K) and kind of every product that is rounded while it is loaded, by the name of its module.
+    """Returns the weights that are rounded while they are loaded: name of the module -> (shape (N, K), format).
 
-    These are the same as in a native model: matrices of layers, and a draft's head if it is not tied to the embedding.
+    These are the weights of linear layers. The output matrix (LM head) is among them only for a draft, and only if it
+    is not the embedding.
+
+    Args:
+        checkpoint: checkpoint of the hosted model.
+        shell: the model on the meta device.
     """
     form, found = checkpoint.rounded, dict[str, tuple[tuple[int, int], CodesKind]]()
     if form is None:
@@ -137,7 +156,7 @@ def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tup
         if not is_product(part) or (part is head and not own):
             continue
         columns, rows = part.weight.shape if not isinstance(part, nn.Linear) else part.weight.shape[::-1]
-        # a head in 4 bits would lose the most, so it has 8 bits
+        # the output matrix in 4 bits would harm most, so it has 8 bits
         kind = kind_for("int8" if form == "int4" and part is head else form, (rows, columns))
         if kind is not None:
             found[name] = (rows, columns), kind
@@ -145,7 +164,13 @@ def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tup
 
 
 def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
-    """Rounds values [N, K] to a weight: as codes if `ops` read them, else as the values of the codes."""
+    """Rounds a matrix [N, K] to a quantised format. If `ops` do not read this format, it is dequantised again.
+
+    Args:
+        rows: the matrix.
+        kind: the quantised format.
+        ops: ops that will read the weight.
+    """
     codes = rounded(rows, kind)
     if not ops.keeps_codes((rows.shape[0], rows.shape[1]), kind, rows.dtype, rows.device):
         return ops.store(codes.dequantise(rows.dtype), False)
@@ -155,7 +180,7 @@ def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
 
 
 def hosted_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Returns the bytes of a hosted model's weights, with activations of `dtype`."""
+    """Returns the bytes of a hosted model's weights on a device, with activations of `dtype`."""
     info = checkpoint.spec
     assert isinstance(info, HostedInfo), "a native model is counted by `planned_bytes`"
     total = info.weight_bytes(dtype)

@@ -1,7 +1,8 @@
-"""One rank's part of a hosted model, by the tensor-parallel plan that transformers publishes with its config.
+"""Splits a hosted model between ranks, by the tensor-parallel plan that transformers has in the model's config.
 
-The plan (`base_model_tp_plan`) names products that are split by rows or by columns, and experts whose columns are
-split. Modules that the plan does not split, or gathers right after the product, are whole on every rank.
+The plan (`base_model_tp_plan`) names linear layers whose weights are split by rows or by columns, and experts whose
+width is split. Every rank has a whole copy of modules that the plan does not split. The same holds for those that it
+splits and gathers right after the product.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from fastspec.models.hosted.probe import ProbedOp, base_name, probe
 from fastspec.models.hosted.swaps import PARTS, STACKS, expert_layers
 
 PLAN: Final = "base_model_tp_plan"
-# styles of the plan for modules whose inputs and outputs are equal on every rank: not split
+# styles in a plan for modules whose inputs and outputs are equal on every rank; they are not split
 _WHOLE: Final = (
     *("replicate", "replicated_with_grad_allreduce", "local_params", "mla_kv_a_proj", "embedding_rowwise"),
     *("embedding_colwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep"),
@@ -31,10 +32,13 @@ _EXPERTS: Final = "moe_tp_experts"
 
 
 class SizesToCut(NamedTuple):
-    """Sizes that must be divisible by the number of ranks; see `distributed.slices.Sizes`.
+    """Sizes of a hosted model that the number of ranks must divide. Implements `distributed.slices.Sizes`.
 
     Attributes:
-        num_heads, num_kv_heads: 0 if the plan does not split attention.
+        family: model type, for messages.
+        vocab_size: width of the logits.
+        num_heads, num_kv_heads: query heads and KV heads of a layer. 0 if the plan does not split attention.
+        divided: description of each further size -> size.
     """
 
     family: str
@@ -45,7 +49,14 @@ class SizesToCut(NamedTuple):
 
 
 def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutKind]:
-    """Returns the modules of a model on the meta device that a plan splits, by full name.
+    """Finds the modules of a model that a tensor-parallel plan splits.
+
+    Args:
+        shell: the whole model on the meta device.
+        plan: pattern of a name -> style of the split.
+
+    Returns:
+        Full name of a module or parameter -> kind of its split.
 
     Raises:
         UnsupportedModel: there is no plan, it splits nothing, or it splits a module in an unknown way.
@@ -73,7 +84,7 @@ def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutK
 
 
 def _pattern(name: str) -> str:
-    """Converts a module's name to the form in plans: every number becomes *."""
+    """Converts a module's name to the pattern that plans have for it: every number becomes *."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -90,7 +101,15 @@ def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> CutKind:
 
 
 def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
-    """Returns the sizes that must be divisible by the number of ranks. The key of a size names a module that has it."""
+    """Returns the sizes of split modules, which the number of ranks must divide.
+
+    Args:
+        shell: the whole model on the meta device.
+        kinds: result of `kinds_of`.
+
+    Returns:
+        Description with the name of a module -> size. Each size is there once.
+    """
     found: dict[int, str] = {}
     for name, kind in kinds.items():
         if kind == "first":
@@ -104,13 +123,13 @@ def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
 
 
 def parts_of(total: int, share: RankShare) -> list[Cut]:
-    """Returns the ranges of `total` elements that are this rank's parts."""
+    """Cuts `total` elements into `share.parts` equal ranges, and returns those of this rank."""
     width, first = total // share.parts, share.rank * share.own_parts
     return [Cut(part * width, (part + 1) * width) for part in range(first, first + share.own_parts)]
 
 
 def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
-    """Changes the sizes of a model on the meta device to those of one rank's part."""
+    """Changes a whole model on the meta device to one rank's part: split parameters get the part's sizes."""
     for name, kind in cut.kinds.items():
         if kind == "first":
             owner, _, attribute = name.rpartition(".")
@@ -128,13 +147,14 @@ def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
 
 
 def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: RankShare) -> Tensor:
-    """Returns a rank's part of one parameter of a split module.
+    """Returns one rank's part of a parameter.
 
     Args:
-        part: the module, or another with the same settings. For experts its flags are read.
-        key: the parameter's name in it.
+        part: the module that has the whole parameter. For experts its flags and sizes are read.
+        key: name of the parameter in the module.
         tensor: the whole parameter.
-        kind: kind of its split.
+        kind: kind of the split.
+        share: number of this rank and of all ranks.
     """
     if kind == "experts":
         return _own_experts(part, key, tensor, share)
@@ -144,9 +164,9 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Ra
 
 
 def _own_experts(part: Any, key: str, tensor: Tensor, share: RankShare) -> Tensor:
-    """Returns this rank's parts [parts, ...] of a stack of all experts [experts, ...].
+    """Returns this rank's parts of a parameter of experts: [experts, ...] becomes [parts, experts, ...].
 
-    Returns any other tensor unchanged.
+    A part has some columns of every expert. Parameters that are not in `STACKS` are returned unchanged.
     """
     if key not in STACKS:
         return tensor
@@ -165,7 +185,7 @@ def _own_experts(part: Any, key: str, tensor: Tensor, share: RankShare) -> Tenso
 
 
 def _width(part: Any) -> int:
-    """Returns the columns of each expert of a whole module."""
+    """Returns the intermediate size of each expert of a module that is not split."""
     shape: Any = part.down_proj.shape
     return int(shape[-2] if part.is_transposed else shape[-1])
 
@@ -175,10 +195,10 @@ def _along(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
 
 
 def sizes_to_cut(info: HostedInfo) -> SizesToCut:
-    """Returns the sizes of a hosted model that must be divisible by the number of ranks.
+    """Returns the sizes of a hosted model that the number of ranks must divide.
 
     Raises:
-        UnsupportedModel: transformers' plan splits nothing of it, or in an unknown way.
+        UnsupportedModel: transformers' plan splits nothing, or splits a module in an unknown way.
     """
     shell = shell_of(info.kind, info.config)
     kinds = kinds_of(shell, _plan(info))
@@ -193,11 +213,15 @@ def sizes_to_cut(info: HostedInfo) -> SizesToCut:
 
 
 def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
-    """Returns the part of a model that one rank runs.
+    """Returns the `HostedInfo` of the part of a model that one rank runs.
+
+    Args:
+        info: the whole model.
+        share: number of this rank and of all ranks.
 
     Raises:
-        UnsupportedModel: the module cannot run with a part of its matrices, or an attention call gets heads of other
-            ranks.
+        UnsupportedModel: the module cannot run with a part of its matrices, or an attention call has another number of
+            heads than this rank's part.
     """
     shell = steady_shell(info.kind, info.config)
     cut = HostedCut(share, kinds_of(shell, _plan(info)), info)
@@ -220,7 +244,7 @@ def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
 
 
 def part_shell(info: HostedInfo) -> nn.Module:
-    """Returns the model on the meta device with the sizes of `info`."""
+    """Makes the model on the meta device, with the sizes of one rank's part if `info` has a cut."""
     shell = steady_shell(info.kind, info.config)
     if info.cut is not None:
         cut_shell(shell, info.cut)
@@ -233,6 +257,6 @@ def _plan(info: HostedInfo) -> dict[str, str] | None:
 
 
 def _is_cut(call: ProbedOp, kinds: object) -> bool:
-    """True if products of the module that makes this attention call are split."""
+    """True if ranks split a linear layer of the module that makes this attention call."""
     assert isinstance(kinds, dict)
     return any(name.startswith(f"{call.layer}.") for name in kinds)

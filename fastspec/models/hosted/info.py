@@ -1,4 +1,8 @@
-"""Hosted model before its weights are loaded: its class, sizes and attention calls, and checks of a live module."""
+"""Description of a hosted model before its weights are loaded: its class, sizes and attention calls.
+
+A hosted model is a module of transformers that runs with attention and KV cache of this package. Live modules of the
+user are checked here, too.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-# types of rope whose frequencies depend on the longest row of a pass, and so on other rows: "dynamic" changes them
-# above max_position_embeddings, which no row exceeds here; "longrope" above a length that is checked
+# types of RoPE whose frequencies depend on the longest row of a pass, and so on other rows. "dynamic" changes them
+# above max_position_embeddings, which no row exceeds here. "longrope" changes them above a length, which is checked
 _ROPES_OF_LENGTH: Final = ("dynamic", "longrope")
 
 _WARNS: Final = "warn_if_padding_and_no_attention_mask"
@@ -49,8 +53,10 @@ class HostedCut:
     """One rank's part of a hosted model.
 
     Attributes:
-        share: its part.
-        kinds: kind of split of each module, or of each parameter ("first": along the first axis), by name.
+        share: number of this rank and of all ranks.
+        kinds: full name of a module or parameter -> kind of its split. "rows" and "columns" are those of a linear
+            layer's weight [out, in]. "experts" splits the width of all experts of a module, and "first" a parameter
+            along its first axis.
         whole: the `HostedInfo` of the whole model.
     """
 
@@ -60,7 +66,7 @@ class HostedCut:
 
     @property
     def said(self) -> str:
-        """Description of the split modules for `explain()`."""
+        """Description of how the modules are split, for `explain()`."""
         counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
         experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
         if self.share.size == 1:
@@ -73,20 +79,23 @@ class HostedCut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostedInfo:
-    """Model that transformers defines and this package hosts. Implements `ModelInfo`.
+    """Sizes and attention calls of a hosted model. Implements `ModelInfo`.
 
     Attributes:
-        kind: its class in transformers.
-        config: its config, a private copy.
-        norms: RMSNorms whose formula is known.
-        wide_norms: elements of those norms whose weights are stored in fp32.
-        rotations: attention modules whose rotation of heads is known.
-        base: name of the submodule that contains everything except the head. Empty: the model itself.
-        whole: name of the model class of which it is the text part. Empty: it is not a part.
-        probed: results of a traced pass.
-        parameters: number of elements of its parameters. Shared parameters count once.
-        kept_bytes: bytes of its buffers.
-        cut: one rank's part; sizes and calls then describe this part. None: the whole model.
+        kind: class of the model in transformers.
+        config: config of the model, a private copy.
+        probed: attention calls of a pass, from a traced pass.
+        parameters: number of elements of all parameters. Shared parameters count once.
+        kept_bytes: bytes of all buffers.
+        linears: number of linear layers.
+        experts: number of modules with experts.
+        norms: number of RMSNorms that this package's op replaces.
+        wide_norms: elements of the weights of those norms that are kept in fp32.
+        rotations: number of attention modules whose RoPE this package's op replaces.
+        base: name of the submodule that contains everything except the LM head. Empty: the model itself.
+        whole: class name of the larger model whose text part this is. Empty: it is not a part.
+        cut: this rank's part of the model, if ranks share it. Then sizes and calls are those of the part. None: one
+            process has the whole model.
     """
 
     family: str
@@ -111,13 +120,13 @@ class HostedInfo:
 
     @property
     def slots(self) -> tuple[tuple[int, int, int], ...]:
-        """(query heads, KV heads, head_dim) of each slot in the KV cache."""
+        """(query heads, KV heads, head_dim) of each slot in the KV cache; see `ProbedOp`."""
         found = {call.slot: call.shape for call in self.probed.calls}
         return tuple(found[slot] for slot in range(len(found)))
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """(query heads, KV heads, head_dim) of each slot in the KV cache."""
+        """See `slots`."""
         return self.slots
 
     @property
@@ -127,7 +136,7 @@ class HostedInfo:
 
     @property
     def layer_names(self) -> tuple[str, ...]:
-        """Names of its layers, below the base model. () if they are not one list."""
+        """Names of the layers, relative to the base model. () if the layers are not in one list."""
         prefix = "".join(f"{part}." for part in [self.base] if part)
         return layers_in([call.layer.removeprefix(prefix) for call in self.probed.calls])
 
@@ -138,22 +147,22 @@ class HostedInfo:
 
     @property
     def num_heads(self) -> int:
-        """Query heads of the layer that has most."""
+        """Largest number of query heads of a layer."""
         return max(call.heads for call in self.probed.calls)
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of the layer that has most."""
+        """Largest number of KV heads of a layer."""
         return max(call.kv_heads for call in self.probed.calls)
 
     @property
     def head_dim(self) -> int:
-        """Largest head_dim."""
+        """Largest head_dim of a layer."""
         return max(call.head_dim for call in self.probed.calls)
 
     @property
     def hosting(self) -> str:
-        """Description of the replaced modules and of the others."""
+        """Description of the modules that this package replaces and of those that it does not, for `explain()`."""
         norms = f", {self.norms} norms" if self.norms else ""
         norms += f", {self.rotations} rotations" if self.rotations else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
@@ -171,7 +180,7 @@ class HostedInfo:
         )
 
     def rotary_bytes(self, positions: int) -> int:
-        """Returns 0: the module has its own tables, which are counted with its buffers."""
+        """Returns 0. The module has its own rotary tables, which are counted with its buffers."""
         return 0
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
@@ -180,24 +189,24 @@ class HostedInfo:
 
     @property
     def routed_elements(self) -> int:
-        """0, because it is unknown."""
+        """0, because the number is not known for a hosted model."""
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of all parameters in `dtype`, of buffers, and of norm weights that are stored in fp32."""
+        """Returns the bytes of all parameters in `dtype` and of all buffers. Some norm weights are in fp32 instead."""
         wide = self.wide_norms * (4 - dtype.itemsize)
         return self.parameters * dtype.itemsize + self.kept_bytes + wide
 
 
 def hosted_info(config: PretrainedConfig, kind: Any = None) -> HostedInfo:
-    """Builds the model of a config on the meta device, and traces a pass of it.
+    """Makes the model of a config on the meta device, and traces a forward pass of it.
 
     Args:
-        config: a transformers config; not modified.
-        kind: its class. None: transformers' causal model of that config, or of its text part (`TEXT_PARTS`).
+        config: a transformers config. Not modified.
+        kind: class of the model. None: transformers' causal model for this config, or for its text part (`TEXT_PARTS`).
 
     Raises:
-        UnsupportedModel: it cannot be hosted. The message has the reason.
+        UnsupportedModel: the model cannot be hosted. The message has the reason.
     """
     config = copy.deepcopy(config)
     name, whole = str(config.model_type), ""
@@ -223,7 +232,7 @@ def causal_class(config: PretrainedConfig) -> Any:
     """Returns transformers' causal model class for a config.
 
     Raises:
-        UnsupportedModel: there is none.
+        UnsupportedModel: transformers has none.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -234,9 +243,16 @@ def causal_class(config: PretrainedConfig) -> Any:
 
 
 def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """Builds the model on the meta device, without memory and values.
+    """Makes a model on the meta device, which has shapes but no values.
 
-    Attention is this package's; the config is a copy.
+    Attention and experts go through functions that this package has registered in transformers.
+
+    Args:
+        kind: class of the model.
+        config: its config. Not modified.
+
+    Raises:
+        UnsupportedModel: the class cannot be made from this config.
     """
     register()
     config = copy.deepcopy(config)
@@ -254,7 +270,7 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
 
 
 def steady_shell(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """Builds `shell_of`, with fixed rotary frequencies. Passes use those for rows within the model's context."""
+    """Makes a model like `shell_of`, but with RoPE frequencies that do not change with the longest row of a pass."""
     shell = shell_of(kind, config)
     for part in shell.modules():
         kind = part.__dict__.get("rope_type")
@@ -294,7 +310,7 @@ def _refuse_config(config: Any) -> None:
 
 
 def _advice_on(config: Any) -> str:
-    """Returns advice for a model that reads more than text: whether its language model can be hosted by itself."""
+    """Returns the end of a message for a model that reads more than text. Says if its text part alone can be hosted."""
     text = getattr(config, "text_config", None)
     if text is None:
         return ": wanted a text model; save its language model by itself"
@@ -341,7 +357,10 @@ def _info(
 
 
 def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
-    """Returns the RMSNorms of a model with their widths. Modules with the same class and settings are tested once."""
+    """Finds the RMSNorms of a model whose formula is known. Returns (formula, elements of the weight) of each.
+
+    Of modules with the same class and settings only one is tested.
+    """
     tried: dict[Any, KnownNorm | None] = {}
     found = []
     for part in shell.modules():
@@ -359,14 +378,14 @@ def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
 
 
 def known_type(model_type: str) -> bool:
-    """True if transformers has a config class of this type."""
+    """True if transformers has a config class for this `model_type`."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING
 
 
 def is_hostable(module: nn.Module) -> bool:
-    """True if a live module is a causal model of transformers that does not belong to a native family."""
+    """True if a live module is a causal model of transformers that this package's own decoder does not implement."""
     from transformers import PretrainedConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -380,10 +399,10 @@ def is_hostable(module: nn.Module) -> bool:
 
 
 def check_hosted_module(module: Any) -> None:
-    """Refuses a live module that differs from what its config builds, or whose parameters are on several devices.
+    """Refuses a live module that differs from a new one with its config, or that is spread over several devices.
 
     Raises:
-        UnsupportedModel: names the submodule and what was found.
+        UnsupportedModel: the message names the submodule and what was found.
     """
     name = type(module).__name__
     check_devices(module, name)

@@ -1,8 +1,8 @@
-"""Compares two passes layer by layer. Each layer gets the same input in both, so that differences do not add up.
+"""Compares two forward passes layer by layer. A layer gets the same input in both, so that differences do not add up.
 
 Because of rounding, a router may choose another expert for some tokens. Their hidden states then differ much, and so do
-those of later layers. With the same input to a layer, the outputs of its attention differ only by rounding. So do the
-layer's outputs for most tokens.
+those of later layers. If a layer has the same input in both passes, the outputs of its attention differ only by
+rounding. The same holds for the layer's outputs at most tokens.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedModel
 
-# difference of one layer that rounding explains, as a share of a token's mean norm
+# largest difference of one layer that rounding explains, relative to the mean norm of a token's hidden state
 _NEAR: Final = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.02}
 _INPUT: Final = "hidden_states"  # keyword of the layer's input, if it is not positional
 
 
 @dataclass
 class PassRecord:
-    """Hidden states of a pass by layer, in the order in which layers ran; each [1, tokens, width].
+    """Hidden states of one pass, [1, tokens, width] each, in the order in which layers ran.
 
     Attributes:
-        inputs: inputs of each layer, then the last hidden states.
-        attended: outputs of each layer's attention module.
+        inputs: input of each layer, and then the result of the pass.
+        attended: output of each layer's attention module.
     """
 
     inputs: list[Tensor] = field(default_factory=list)
@@ -36,11 +36,11 @@ class PassRecord:
 
 
 class Layers:
-    """Layers of a base model that have attention.
+    """Layers of a model that have attention. Records and compares what they compute.
 
     Args:
-        base: the base model.
-        names: names, relative to `base`, of its modules that call attention, in order.
+        base: the model without its LM head.
+        names: names, relative to `base`, of the modules that call attention, in the order of the calls.
     """
 
     def __init__(self, base: nn.Module, names: Sequence[str]) -> None:
@@ -48,14 +48,20 @@ class Layers:
         self._base = base
 
     def record(self, run: Callable[[], Tensor]) -> PassRecord:
-        """Records a pass over all tokens. `run` returns its last hidden states."""
+        """Records a pass over all tokens. `run` makes the pass and returns its last hidden states."""
         seen = PassRecord()
         with self._watched(seen, lambda layer, given: given):
             seen.inputs.append(run())
         return seen
 
     def record_fed_like(self, own: PassRecord, first: int, run: Callable[[], Tensor]) -> PassRecord:
-        """Records a pass over tokens from `first` on. Each layer gets the input that is recorded in `own`."""
+        """Records a pass over tokens from `first` on. Each layer gets its input from another pass.
+
+        Args:
+            own: record of a pass over all tokens, whose inputs are used.
+            first: first token of the pass.
+            run: function that makes the pass and returns its last hidden states.
+        """
         seen = PassRecord()
 
         def fed(layer: int, given: Tensor) -> Tensor:
@@ -66,10 +72,15 @@ class Layers:
         return seen
 
     def compare(self, own: PassRecord, passes: Sequence[PassRecord], what: str) -> None:
-        """Compares passes that together fed all tokens, with a pass `own` over all tokens.
+        """Compares several passes, each over some of the tokens, with one pass over all tokens.
+
+        Args:
+            own: record of the pass over all tokens.
+            passes: records of the other passes, which together have all tokens.
+            what: description of the other passes, for messages.
 
         Raises:
-            UnsupportedModel: a layer differs by more than rounding. Names it.
+            UnsupportedModel: a layer differs by more than rounding. The message names it.
         """
         for index, theirs in enumerate(own.attended):
             error = errors([seen.attended[index] for seen in passes], theirs).max()
@@ -114,7 +125,7 @@ class Layers:
                 handle.remove()
 
     def _layer(self, name: str) -> nn.Module:
-        """Returns the entry of the list of layers that contains the module `name`."""
+        """Returns the decoder layer that contains the module `name`. Layers are entries of an nn.ModuleList."""
         parts = name.split(".")
         for end in range(1, len(parts)):
             if isinstance(self._base.get_submodule(".".join(parts[:end])), nn.ModuleList):
@@ -123,7 +134,15 @@ class Layers:
 
 
 def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Returns the relative error of each token: the norm of ours - own, divided by the mean norm of own."""
+    """Returns the error of each token: the norm of its difference, divided by the mean norm of a token in `own`.
+
+    Args:
+        ours: hidden states [1, tokens, ...] of several passes, which together have all tokens.
+        own: hidden states [1, all tokens, ...] to compare with.
+
+    Returns:
+        fp32 [1, all tokens].
+    """
     differences = (torch.cat(list(ours), dim=1).float() - own.float()).flatten(2).norm(dim=-1)
     errors: Tensor = differences / own.float().flatten(2).norm(dim=-1).mean()
     return errors

@@ -1,4 +1,4 @@
-"""Loads the weights of a hosted model: transformers reads them, and each is moved to the module that uses it."""
+"""Loads the weights of a hosted model. transformers reads them, then each is moved to the module that uses it."""
 
 from __future__ import annotations
 
@@ -51,10 +51,17 @@ def load_hosted(
     release: bool,
     progress: bool = True,
 ) -> None:
-    """Fills `model` with the weights of its checkpoint, in `dtype` on `device`.
+    """Fills a hosted model with the weights of its checkpoint, in `dtype` on `device`.
 
-    A live module is copied. With `release` each of its parameters is freed after its copy. Weights of a directory are
-    first read by transformers into host memory. A rank of several also reads all weights, and keeps its part.
+    A live module is copied. Weights of a directory are first read by transformers into host memory. If ranks share the
+    model, each reads all weights and keeps its part.
+
+    Args:
+        checkpoint: source of the weights.
+        model: the model without weights.
+        dtype, device: those of the weights.
+        release: True to free each parameter of a live module after it is copied.
+        progress: True to show progress bars.
 
     Raises:
         CheckpointError: the stored tensors do not match the config.
@@ -78,7 +85,7 @@ def load_hosted(
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Context in which transformers shows progress bars or not. Restores the caller's setting."""
+    """Context manager in which transformers shows progress bars only if `shown`. Restores the setting at its end."""
     before = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()
@@ -90,7 +97,15 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
-    """Returns the model as transformers loads it, on the CPU. Runs no code of the checkpoint and reads no pickle."""
+    """Loads the model with transformers, on the CPU. Runs no code of the checkpoint, and reads no pickle.
+
+    Args:
+        directory: local directory of the checkpoint.
+        info: the model.
+        dtype: dtype of the weights.
+        name: name of the checkpoint, for messages.
+        codes: its quantised weights. None: not quantised.
+    """
     values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
     try:
         with MAKING:
@@ -120,7 +135,10 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
 
 
 def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
-    """Returns the hidden states that transformers' own model computes for the tokens of admission."""
+    """Returns the hidden states [1, n, hidden] that transformers' whole model computes for n test tokens.
+
+    `admit` compares them with the results of all ranks.
+    """
     base: Any = base_of(source)
     device = source.get_input_embeddings().weight.device
     ids = trial_ids(TRIAL_PROMPT, info, device)
@@ -133,7 +151,20 @@ def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
 
 @dataclass
 class _Filler:
-    """Moves the values of `source` to `shell`, a model of the same class on the meta device."""
+    """Moves the values of `source` to `shell`, a model of the same class on the meta device.
+
+    Attributes:
+        model: the hosted model, which runs the replaced modules.
+        shell: the model without values.
+        source: transformers' model with values.
+        dtype, device: those of the weights.
+        release: True to free the source's parameters after they are copied.
+        codes: quantised weights. None: not stored quantised.
+        rounding: name of a module -> quantised format to which its weight is rounded.
+        weights: id of a source's parameter -> the weight that was made from it. Modules that share a parameter share
+            the weight.
+        held: id of a source's parameter -> the parameter that was made from it.
+    """
 
     model: HostedModel
     shell: Any
@@ -151,7 +182,11 @@ class _Filler:
         self._kinds: Mapping[str, CutKind] = {} if cut is None else cut.kinds
 
     def fill(self) -> None:
-        """Replaces products, the embedding, norms and rotations, then copies the other tensors."""
+        """Replaces linear layers, embedding, norms and RoPE by modules of this package, then copies other tensors.
+
+        Raises:
+            UnsupportedModel: a parameter got no values.
+        """
         self._stored = self.source.get_input_embeddings().weight.dtype
         self._read_embedding()
         swapped = {name: self._swapped(name, part) for name, part in list(self.shell.named_modules())}
@@ -168,16 +203,21 @@ class _Filler:
             self._empty()
 
     def _read_embedding(self) -> None:
-        """Reads the weight of an embedding that is a subclass of nn.Embedding, and so is not replaced.
+        """Reads the weight of an embedding whose class is a subclass of nn.Embedding. Such a module is not replaced.
 
-        Its own forward reads rows of the weight, and a tied head uses the same rows.
+        Its own forward reads rows of the weight. A tied LM head uses the same rows.
         """
         if type(self.shell.get_input_embeddings()) is not nn.Embedding:
             weight = self.source.get_input_embeddings().weight
             self.weights[id(weight)] = Weight(self._parameter(weight).data)
 
     def _swapped(self, name: str, part: nn.Module) -> nn.Module | None:
-        """Returns the module that replaces submodule `part` of the shell. None: `part` is not replaced."""
+        """Makes the module of this package that replaces a submodule of the shell. None: it is not replaced.
+
+        Args:
+            name: name of the submodule.
+            part: the submodule.
+        """
         like = self.source.get_submodule(name)
         if part is self.shell.get_input_embeddings() and type(part) is nn.Embedding:
             return Embedding(self.model, self._weight(like.weight))
@@ -200,9 +240,13 @@ class _Filler:
         return Product(self.model, weight, bias, wide)
 
     def _kept(self, name: str, parameter: Tensor) -> Weight | None:
-        """Returns the quantised weight of a parameter.
+        """Reads the quantised weight of a parameter.
 
-        None: it is not stored quantised, or another module also uses it.
+        None: it is not stored quantised, or a weight was already made for another module that shares it.
+
+        Args:
+            name: name of the parameter.
+            parameter: the parameter in the source.
         """
         if self.codes is None or id(parameter) in self.weights:
             return None
@@ -213,9 +257,12 @@ class _Filler:
         return made
 
     def _weight(self, parameter: Tensor, rows: Tensor | None = None, name: str = "") -> Weight:
-        """Returns the weight of a parameter; the same one if two modules share it.
+        """Returns the weight that is made from a parameter. Modules that share a parameter get the same weight.
 
-        Rounds it if product `name` is rounded while loading.
+        Args:
+            parameter: the parameter in the source.
+            rows: the same values as a matrix [N, K]. None: `parameter` has this shape.
+            name: name of the module. The weight is rounded if `rounding` has this name.
         """
         key = id(parameter)
         if key not in self.weights:
@@ -233,15 +280,20 @@ class _Filler:
         return self.held[key]
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """Returns a copy on the device.
+        """Copies a tensor to the device.
 
-        Values in the checkpoint's dtype are converted to `dtype`. Wider values keep their dtype.
+        A tensor with the same dtype as the source's embedding is converted to `dtype`. Others keep their dtype.
         """
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)
 
     def _part(self, name: str, like: Any) -> PartProduct:
-        """Returns a rank's part of a product."""
+        """Makes the module with this rank's part of a linear layer.
+
+        Args:
+            name: name of the layer.
+            like: the whole layer in the source.
+        """
         cut, by_columns = self.model.info.cut, self._kinds[name] == "columns"
         assert cut is not None, "only what is cut has parts"
         bias = None
@@ -272,7 +324,7 @@ class _Filler:
                 own = self._moved(own_part(like, name, parameter, kind, cut.share)).contiguous()
                 part._parameters[name] = nn.Parameter(own, requires_grad=False)
                 made.append(parameter)
-        for parameter in made:  # sizes of one parameter determine how others are split
+        for parameter in made:  # only now, because sizes of one parameter determine how others are split
             self._released(parameter)
         for name, buffer in like._buffers.items():
             part._buffers[name] = None if buffer is None else buffer.detach().to(self.device, copy=True)

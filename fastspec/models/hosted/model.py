@@ -1,4 +1,4 @@
-"""Runs a transformers module as a CausalModel over a paged KV cache."""
+"""Runs a module of transformers over a paged KV cache, as a `CausalModel`."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ from fastspec.models.hosted.swaps import FixedShapes, NoCache, attach, our_op
 from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
-TRIAL_PROMPT = 4  # tokens that admission feeds before those of a step
+TRIAL_PROMPT = 4  # `admit` feeds this number of test tokens before those of a step
 
 
 def trial_ids(count: int, info: HostedInfo, device: torch.device) -> Tensor:
-    """Returns the first token ids [1, count] that admission feeds."""
+    """Returns the first `count` of the token ids with which `admit` tests a model, int64 [1, count]."""
     return ((torch.arange(count, device=device) * 7 + 1) % info.vocab_size)[None]
 
 
 class HostedModel:
-    """Module of transformers, with attention, KV cache and matrix products of this package.
+    """Module of transformers that runs with attention, KV cache and matrix products of this package.
+
+    `host` sets the module. Passes can run after that.
 
     Args:
-        info: info of the model.
-        module: the module with its weights, whose parts `load_hosted` has replaced.
-        ops: implementations of the replaced parts.
-        num_pages, page_size: sizes of its KV cache.
+        info: sizes and attention calls of the model.
+        ops: implementations of the replaced operations.
+        num_pages, page_size: number of pages of the KV cache, and tokens of a page.
         max_positions: positions of the longest row.
         batch, max_queries: largest number of rows, and of tokens per row, of a decode pass.
-        exchange: exchange between ranks, if each has a part of the model. None: this process has all of it.
+        dtype, device: those of the KV cache.
+        exchange: communication between ranks, if each has a part of the model. None: this process has all of it.
 
     Attributes:
-        wanted: hidden states of the whole model for `trial_ids` [1, n], if this is one rank's part. They are computed
-            while it is loaded.
-        rounded: True if products were rounded while loading, so that `wanted` is from unrounded weights.
-        weights: the module's embedding and output matrix, for learned drafters that share them. There are no layers.
-        streams: the residual stream between its layers.
+        wanted: hidden states [1, n, hidden] of the whole model for test tokens, if this is one rank's part. They are
+            computed while the weights are loaded. None: this process has the whole model.
+        rounded: True if weights were rounded after `wanted` was computed.
+        weights: the module's embedding and output matrix, for learned drafters that share them. It has no layers.
+        streams: recorder of the residual stream between the layers.
     """
 
     def __init__(
@@ -81,7 +83,7 @@ class HostedModel:
         self._at = 0
 
     def host(self, module: nn.Module) -> None:
-        """Takes the module with its weights. Passes can run afterwards."""
+        """Sets the module, in which `load_hosted` has replaced submodules and filled weights. Passes can run then."""
         self.module: Any = module
         self.base: Any = base_of(module)
         attach(module, self)
@@ -89,8 +91,8 @@ class HostedModel:
         its: Any = module
         embed, head = _weight_of(its.get_input_embeddings()), _weight_of(its.get_output_embeddings())
         self.weights = DecoderWeights(embed=embed, layers=(), norm=embed.data.new_empty(0), head=head)
-        # the module's head is called with hidden states as embeddings; its base model is replaced by one that returns
-        # them
+        # for logits the module is called with hidden states in place of embeddings; its base model is replaced by one
+        # that returns them, so that only the LM head computes
         setattr(module, base_name(module), _PassOn(self.info.probed.output, hasattr(self.base, "decoder")))
 
     @property
@@ -121,12 +123,12 @@ class HostedModel:
         return last, torch.stack([found.get(layer, last) for layer in layers], dim=2)
 
     def head_logits(self, x: Tensor, tiling: Tiling, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        """Returns fp32 logits [..., V] of the module's head for a learned drafter, with the head's scale and softcap.
+        """Computes fp32 logits [..., V] of a learned drafter with this module's LM head, its scale and its softcap.
 
         Args:
-            x: [..., hidden].
-            tiling: tiles of the products.
-            norm: weight and epsilon of an RMSNorm of x that comes first.
+            x: [..., hidden], hidden states of the drafter.
+            tiling: tile sizes of the product.
+            norm: (weight, epsilon) of an RMSNorm that is applied to x first. None: no norm.
         """
         return self.logits(x if norm is None else self.ops.norm(x.contiguous(), *norm), tiling)
 
@@ -140,11 +142,14 @@ class HostedModel:
         norm: tuple[Tensor, float] | None = None,
         work: object = None,
     ) -> None:
-        """Writes the argmax of the first `limit` values of `head_logits`, for x [R, hidden]. `work` is not used."""
+        """Writes to `out` [R] the id below `limit` with the largest logit of x [R, hidden]; see `head_logits`.
+
+        `work` is not used.
+        """
         out.copy_(self.head_logits(x, tiling, norm=norm)[..., :limit].argmax(dim=-1))
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """Returns fp32 logits [..., V] for hidden states [..., hidden], computed by the module's own head."""
+        """Returns fp32 logits [..., V] for hidden states [..., hidden], computed by the module's own LM head."""
         given = hidden.reshape(1, -1, hidden.shape[-1])
         with self.running(tiling, 1):
             logits: Tensor = self.module(inputs_embeds=given, use_cache=False).logits
@@ -160,15 +165,25 @@ class HostedModel:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Computes the next attention call of the pass.
+        """Computes the next attention call of the running pass. Implements `HostedPass.attend`.
 
-        Writes K/V to the pages of its slot, and attends to them there.
+        Writes K and V to the pages of the call's slot in the KV cache, and attends to all keys there.
+
+        Args:
+            module: attention module that makes the call. Not used.
+            query: [B, H, Q, D].
+            key, value: [B, Hkv, Q, D], with another D for values in latent attention.
+            mask: not used, because `info` has the attention rule of each call.
+            options: other arguments of the call, of which sinks are read.
+
+        Returns:
+            [B, Q, H, D of values].
         """
         call, rows = self.info.probed.calls[self._at], self._rows
         assert rows is not None
         self._at += 1
-        # a layer that shares the keys of another writes the same bits to the same place again. In latent attention
-        # values are narrower than keys: they are padded with zeros, which change no sum
+        # a layer that shares the keys of another writes the same bits to the same pages again. In latent attention
+        # values are narrower than keys: they are padded with zeros, which change no result
         wide = [_padded(part, call.head_dim).transpose(1, 2).flatten(2) for part in (query, key, value)]
         qkv = torch.cat(wide, dim=-1)
         sinks = options.get("s_aux")
@@ -195,14 +210,14 @@ class HostedModel:
 
     @contextmanager
     def running(self, tiling: Tiling, queries: int) -> Iterator[None]:
-        """Context in which products have the shapes of `tiling`."""
+        """Context manager for a pass with `queries` tokens per row, in which products have the tile sizes `tiling`."""
         self.tiling, self.queries = tiling, queries
         with FixedShapes(self):
             yield
 
 
 def _weight_of(part: Any) -> Weight:
-    """Returns the matrix of an embedding or a product of the module."""
+    """Returns the weight of an embedding or a linear layer of the module."""
     found = part.weight
     return found if isinstance(found, Weight) else Weight(found.detach())
 
@@ -213,11 +228,11 @@ def _padded(x: Tensor, width: int) -> Tensor:
 
 
 class _PassOn(nn.Module):
-    """Replaces a base model, and returns the embeddings that it is given.
+    """Replaces the base model of a module while logits are computed. It returns its input embeddings unchanged.
 
     Args:
-        output: class of its result.
-        decoder: True if the module's head calls the `decoder` of its base model, as in OPT.
+        output: class of the base model's result.
+        decoder: True if the module calls the `decoder` of its base model, as OPT does.
     """
 
     def __init__(self, output: Any, decoder: bool) -> None:
@@ -227,5 +242,5 @@ class _PassOn(nn.Module):
             self.decoder = _PassOn(output, False)
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Returns the embeddings as last hidden state."""
+        """Returns the input embeddings as last hidden state."""
         return self._output(last_hidden_state=inputs_embeds)

@@ -1,7 +1,7 @@
 """Traces one forward pass of a module on the meta device, and records the arguments of its attention calls.
 
-The pass computes nothing and needs no memory. It fails if the host reads a value, or if a shape depends on data: such a
-model cannot be captured.
+The pass computes nothing and needs no memory. It fails if the host reads a value, or if a shape depends on data. Such a
+model cannot be captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ FOREIGN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class ProbedOp:
-    """One attention call of every pass: its module and its arguments.
+    """One of the attention calls that every pass of a model makes.
 
     Attributes:
-        slot: index of the KV pages that it reads and writes. Calls with the same keys and values share a slot.
+        slot: index of the KV pages that the call writes and reads. Calls with the same keys and values share a slot.
         layer: name of the module that makes the call.
-        heads, kv_heads, head_dim: sizes in pages. head_dim is the wider of keys and values; the other is padded.
-        value_dim: width of its values.
-        rule: window, scale and softcap.
-        sinks: True if it passes sinks.
+        heads, kv_heads: number of query heads and of KV heads.
+        head_dim: elements of a head in the KV pages. If keys and values have different widths, it is the larger one,
+            and the others are padded.
+        value_dim: elements of one value.
+        rule: attention window, scale and softcap.
+        sinks: True if the call has attention sinks.
     """
 
     slot: int
@@ -62,14 +64,14 @@ class ProbedOp:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Results of `probe`.
+    """Results of `probe`. The base model is the model without its LM head.
 
     Attributes:
         calls: attention calls of a pass, in order.
-        cache_name: name of the base model's argument for a cache.
-        whole: arguments with which the base model computes every token of a pass.
+        cache_name: name of the base model's argument for a KV cache.
+        whole: arguments with which the base model computes hidden states of all tokens of a pass.
         output: class of the base model's result.
-        hidden_size: width of its last hidden state.
+        hidden_size: elements of its last hidden state at one position.
     """
 
     calls: tuple[ProbedOp, ...]
@@ -83,7 +85,7 @@ def probe(module: nn.Module) -> Probed:
     """Traces one pass of a transformers causal model on the meta device.
 
     Raises:
-        UnsupportedModel: it cannot be hosted. Names the layer and the reason.
+        UnsupportedModel: the model cannot be hosted. The message names the layer and the reason.
     """
     kind: Any = type(module)
     base: Any = base_of(module)
@@ -116,18 +118,18 @@ def probe(module: nn.Module) -> Probed:
 
 
 def base_name(module: nn.Module) -> str:
-    """Returns the name of the submodule that contains everything except the head. Empty if there is none."""
+    """Returns the name of the submodule that contains everything except the LM head. Empty if there is none."""
     return next((name for name in (str(module.base_model_prefix), "model") if name in module._modules), "")
 
 
 def base_of(module: nn.Module) -> nn.Module:
-    """Returns the submodule of `base_name`, or the module itself."""
+    """Returns the submodule that contains everything except the LM head. The module itself if there is none."""
     return module.get_submodule(base_name(module))
 
 
 @contextmanager
 def _naming_layers(module: nn.Module) -> Iterator[None]:
-    """Converts an error in a pass to UnsupportedModel, with the name of the last layer that was entered."""
+    """Context manager that converts an error of a pass to UnsupportedModel, with the name of the running submodule."""
     entered = [""]
 
     def enter(name: str) -> Any:
@@ -151,10 +153,14 @@ def _naming_layers(module: nn.Module) -> Iterator[None]:
 
 
 class _Prober:
-    """Owner of a traced pass: records its attention calls."""
+    """Records the attention calls of a traced pass. `attach` makes a module's calls go here.
 
-    queries = _QUERIES  # tokens of the pass, which replaced experts read
-    exchange, inside = Alone(), False  # also read by replaced modules
+    Args:
+        names: id of a submodule -> its name.
+    """
+
+    queries = _QUERIES  # tokens per row of the pass; replaced modules read this and the next two attributes
+    exchange, inside = Alone(), False
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -165,7 +171,11 @@ class _Prober:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Records a call, or refuses it."""
+        """Records an attention call; see `HostedPass.attend`. Returns zeros.
+
+        Raises:
+            UnsupportedModel: this package's attention cannot compute the call.
+        """
         given = {name: option for name, option in options.items() if option is not None}
         unknown = [name for name, option in given.items() if isinstance(option, Tensor) and name not in _KNOWN_TENSORS]
         if unknown:
@@ -194,7 +204,11 @@ class _Prober:
         return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
 
     def ruled(self) -> tuple[ProbedOp, ...]:
-        """Returns the calls, each with the window of its mask."""
+        """Returns the recorded calls, each with the attention window that its mask shows.
+
+        Raises:
+            UnsupportedModel: a call has no mask, or its mask is neither causal nor a causal window.
+        """
         windows: dict[Any, int | None] = {}
         calls = []
         for call, (function, told) in zip(self.calls, self._masks, strict=True):
@@ -229,10 +243,14 @@ def _check_sizes(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def _window(function: Any, layer: str) -> int | None:
-    """Returns the window of a transformers mask function, found by evaluating it.
+    """Finds the attention window of a transformers mask function by evaluating it. None: full causal attention.
+
+    Args:
+        function: function of (batch, head, query position, key position). True where the query sees the key.
+        layer: name of the layer, for messages.
 
     Raises:
-        UnsupportedModel: the mask is neither causal nor a causal window: chunks, blocks, prefixes.
+        UnsupportedModel: the mask is neither causal nor a causal window, such as a mask of chunks or prefixes.
     """
     rows = sorted({*range(40), *(_FAR * i // 61 for i in range(62))})
     at = torch.tensor(rows, device="cpu")[:, None]

@@ -14,7 +14,9 @@ INPUT: Final = "hidden_states"  # keyword of a layer's input, if it is not posit
 
 
 def layers_in(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names of the layers that contain modules, in order. () if they are not one list of layers.
+    """Returns the names of the decoder layers that contain some modules, in order, such as "model.layers.3".
+
+    () if these layers are not all entries of one list, from 0 on.
 
     Args:
         names: names of the modules that call attention, such as "model.layers.3.self_attn".
@@ -34,10 +36,10 @@ def layers_in(names: Sequence[str]) -> tuple[str, ...]:
 
 
 class LayerStreams:
-    """Residual stream between the layers of a base model.
+    """Records the residual stream between the layers of a model.
 
     Args:
-        base: the base model.
+        base: the model without its LM head.
         names: names of its layers, relative to `base`.
     """
 
@@ -46,12 +48,18 @@ class LayerStreams:
 
     @contextmanager
     def recorded(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
-        """Context that records the stream after some layers, by number, while the base model runs.
+        """Context manager in which a pass of the model records the residual stream after some layers.
 
-        Number -1 is the input of the first layer. The stream after a layer is the input of the next one.
+        The stream after a layer is the input of the next layer. After the last layer it is the layer's output.
+
+        Args:
+            layers: numbers of the layers. -1 is the input of the first layer.
+
+        Yields:
+            Number of a layer -> stream [batch, tokens, width]. A pass fills it.
 
         Raises:
-            UnsupportedModel: a layer is not fed hidden states [batch, tokens, width]. Raised by the base model's pass.
+            UnsupportedModel: a layer's input is not such a tensor. The pass raises it.
         """
         found: dict[int, Tensor] = {}
 

@@ -1,8 +1,8 @@
 """Modules and functions of this package that replace those of transformers in hosted models.
 
-Products, embeddings, norms and rotations run by this package's ops. Each is recognised by its computation, not by its
-name. Attention calls and the cache find the running pass by an attribute of the calling module, see `attach`. So there
-is no global state.
+Linear layers, embeddings, norms and RoPE run with this package's ops. A norm or RoPE function is recognised by its
+results, not by its name. An attention call finds the object that computes it in an attribute of the calling module, see
+`attach`. So there is no global state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.shapes import Tiling
 
-ATTENTION: Final = "fastspec"  # names under which transformers finds these functions
+ATTENTION: Final = "fastspec"  # names under which the attention functions are registered in transformers
 
 PROBED: Final = "fastspec_probe"
 
@@ -33,30 +33,41 @@ _PASS: Final = "fastspec_pass"
 
 
 class HostedPass(Protocol):
-    """Object that handles the attention calls of a module's passes."""
+    """Object that computes or records the attention calls of a hosted model's passes."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
     ) -> Tensor:
-        """Computes one attention call: query [B, H, Q, D], key and value [B, Hkv, Q, D]. Returns [B, Q, H, Dv]."""
+        """Computes one attention call.
+
+        Args:
+            module: attention module that makes the call.
+            query: [B, H, Q, D].
+            key: [B, Hkv, Q, D].
+            value: [B, Hkv, Q, Dv].
+            mask: attention mask that transformers made.
+            options: other arguments of the call.
+
+        Returns:
+            [B, Q, H, Dv].
+        """
 
 
 def attach(module: nn.Module, owner: HostedPass) -> None:
-    """Makes `owner` handle the calls of all submodules of `module`. The caller must keep `owner` alive."""
+    """Makes `owner` compute the attention calls of all submodules of `module`. The caller must keep `owner` alive."""
     for part in module.modules():
         part.__dict__[_PASS] = proxy(owner)
 
 
 def pass_of(module: nn.Module) -> Any:
-    """Returns the owner that `attach` has set for this module."""
+    """Returns the object that `attach` has set for this module."""
     return module.__dict__[_PASS]
 
 
 def register() -> None:
-    """Registers these functions in transformers.
+    """Registers this package's attention function in transformers, under two names.
 
-    They are registered under two names. transformers builds masks only for the name that `probe` uses, because passes
-    need none.
+    `probe` uses the name `PROBED`, for which transformers also makes masks. Passes use `ATTENTION` and need no masks.
     """
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -74,30 +85,30 @@ def _attention(
 
 def _probe_mask(*, q_length: int, mask_function: Any = None, device: Any = "cpu", **_: Any) -> Tensor:
     mask = torch.zeros(1, 1, q_length, q_length, dtype=torch.bool, device=device)
-    mask.rule = mask_function  # type: ignore[attr-defined]  # a model that changes the mask loses it
+    mask.rule = mask_function  # type: ignore[attr-defined]  # lost if the model changes the mask
     return mask
 
 
 class NoCache:
-    """Replaces a transformers Cache and stores nothing. Keys and values are passed to attention unchanged."""
+    """Replaces a Cache of transformers and stores nothing. New keys and values are passed on to attention."""
 
     is_compileable = False
     is_sliding: tuple[bool, ...] = ()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Returns only the keys and values of the fed tokens."""
+        """Returns the given keys and values, which are those of the fed tokens."""
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: positions are passed explicitly, so no model needs it."""
+        """Returns 0 as number of cached tokens. Positions are passed explicitly, so no model needs the real number."""
         return 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Returns 0, for the masks of `probe`."""
+        """Returns 0 as position of the first query, for the masks of `probe`."""
         return 0
 
     def get_mask_sizes(self, queries: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Returns the sizes of the fed tokens only, for the masks of `probe`."""
+        """Returns (number of keys, position of the first key) for the masks of `probe`: those of the fed tokens."""
         return queries, 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -114,30 +125,39 @@ _EXPERTS_HAVE: Final = ("has_gate", "has_bias", "is_transposed", "is_concatenate
 UP: Final = ("gate_up_proj", "up_proj")
 # parameters of a module of experts; their first axis is the expert
 STACKS: Final = (*UP, "down_proj", *(f"{name}_bias" for name in UP), "down_proj_bias")
-# attribute of such a module on a rank: number of its parts, which are the first axis of all STACKS
+# attribute of a module of experts that ranks share: number of this rank's parts, the first axis of all STACKS
 PARTS: Final = "fastspec_parts"
 
 STEP_QUERIES: Final = 17  # a pass with more query tokens is a prompt
 
-_PAIRS: Final = 8  # (token, expert) pairs in one batched product of a step
+_PAIRS: Final = 8  # number of (token, expert) pairs in one batched product of a step
 
 _ROWS: Final = 64  # least number of rows of a reduction on CUDA: with fewer, torch splits the reduction differently
 
 
 class Running(Protocol):
-    """Parts of a running pass that replaced modules need."""
+    """State of the running pass that replaced modules read.
+
+    Attributes:
+        ops: implementations of the replaced operations.
+        exchange: communication between ranks.
+        tiling: tile sizes of products.
+        queries: tokens per row of the pass.
+        inside: True while an op of this package runs.
+        constants: cache of `constant_on_device`.
+    """
 
     ops: Ops
     exchange: Exchange
     tiling: Tiling
     queries: int
     inside: bool
-    constants: dict[Any, Tensor]  # cache of `constant_on_device`
+    constants: dict[Any, Tensor]
 
 
 @contextmanager
 def our_op(running: Running) -> Iterator[None]:
-    """Context in which an op of this package runs: `FixedShapes` does not change its torch functions."""
+    """Context manager around an op of this package. Inside of it, `FixedShapes` does not replace torch functions."""
     running.inside = True
     try:
         yield
@@ -146,7 +166,14 @@ def our_op(running: Running) -> Iterator[None]:
 
 
 class Product(nn.Module):
-    """y = x W^T + b by an op of this package. Replaces an nn.Linear or a Conv1D."""
+    """Linear layer y = x W^T + b that runs with an op of this package. Replaces an nn.Linear or a Conv1D.
+
+    Args:
+        running: the hosted model.
+        weight: W [N, K].
+        bias: b [N]. None: no bias.
+        out_dtype: dtype of y. None: that of x.
+    """
 
     _running: Running
 
@@ -167,7 +194,12 @@ class Product(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of a weight by ids. Replaces an nn.Embedding."""
+    """Embedding that runs with an op of this package. Replaces an nn.Embedding.
+
+    Args:
+        running: the hosted model.
+        weight: [V, K], one row for each id.
+    """
 
     _running: Running
 
@@ -183,11 +215,15 @@ class Embedding(nn.Module):
 
 
 class FixedShapes(TorchFunctionMode):
-    """Gives products and reductions that modules call directly shapes that do not depend on the number of rows.
+    """Replaces torch functions that modules of transformers call, while it is active.
 
-    It also replaces copies from the host to the device, which a captured step cannot make. A kernel writes a single
-    number; other values are copied once and stay on the device. The values are the same in every pass, because they do
-    not depend on data of the device.
+    Matrix products and reductions get shapes that do not depend on the number of rows, so that a row has the same bits
+    in every pass. Copies from the host to the device are replaced, because a CUDA graph cannot capture them. For a
+    single number a kernel writes it. Other values are copied once and stay on the device. They are the same in every
+    pass, because no pass reads data of the device on the host.
+
+    Args:
+        running: the hosted model.
     """
 
     def __init__(self, running: Running) -> None:
@@ -214,13 +250,18 @@ class FixedShapes(TorchFunctionMode):
 
 _PUT: Final = (torch.tensor, Tensor.to)
 
-_MOST_KEPT: Final = 1 << 16  # largest constant that is kept, in bytes; larger ones are copied, if that is possible
+_MOST_KEPT: Final = 1 << 16  # largest constant that stays on the device, in bytes; larger ones are copied each time
 
 
 def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Returns the result of torch.tensor or Tensor.to for one number from the host, without a copy.
+    """Computes torch.tensor or Tensor.to for one number that goes from the host to a device, without a copy.
 
-    None for other calls.
+    Args:
+        given: first argument of the call.
+        *args, **kwargs: other arguments of the call.
+
+    Returns:
+        The result on the device. None for any other call.
     """
     inside = isinstance(given, Tensor)
     if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
@@ -234,10 +275,16 @@ def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Returns a copy of the result of torch.tensor or Tensor.to for values from the host. None for other calls.
+    """Computes torch.tensor or Tensor.to for values that go from the host to a device. Copies equal values only once.
 
     Args:
-        kept: earlier results by their bytes. Equal values are found there without a copy from the host.
+        kept: earlier results on the device by device, dtype, shape and bytes. New results are added.
+        func: torch.tensor or Tensor.to.
+        given: first argument of the call.
+        *args, **kwargs: other arguments of the call.
+
+    Returns:
+        A copy of the result in `kept`. None for any other call, and for large values.
     """
     told = (*args, *kwargs.values())
     device = next((torch.device(each) for each in told if isinstance(each, str | torch.device)), None)
@@ -269,10 +316,15 @@ _VECTORS: Final = 64  # elements; a multiple of the vector size of any CPU
 
 
 def padded_elements(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Computes `func` of each element of x [..., K].
+    """Computes an elementwise function of x [..., K] on a CPU, so that bits do not depend on the number of rows.
 
-    The last axis is padded to whole SIMD vectors. torch computes left-over elements with other code, which may give
-    other bits.
+    The last axis is padded to whole SIMD vectors. torch computes the last elements of a tensor that do not fill a
+    vector with other code, which may give other bits.
+
+    Args:
+        func: the function.
+        x: the input.
+        *args, **kwargs: other arguments of the function.
     """
     width = x.shape[-1] if x.dim() else 0
     if x.dim() < 2 or width % _VECTORS == 0:
@@ -296,7 +348,15 @@ def _over_last(args: Any, kwargs: Any) -> bool:
 
 
 def padded_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Computes `func` over the last axis of x [..., K]. The number of rows is padded to a multiple of `_ROWS`."""
+    """Computes a reduction over the last axis of x [..., K], so that bits do not depend on the number of rows.
+
+    The number of rows is padded to a multiple of `_ROWS`.
+
+    Args:
+        func: the reduction, such as torch.sum.
+        x: the input.
+        *args, **kwargs: other arguments of the reduction.
+    """
     flat = x.reshape(-1, x.shape[-1])
     dim = args[:1] and (-1,)
     if "dim" in kwargs:
@@ -306,19 +366,19 @@ def padded_reduction(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def is_product(part: nn.Module) -> bool:
-    """True if a module is a plain matrix product. A subclass is not, because it may compute something else."""
+    """True if a module is an nn.Linear or a Conv1D. False for a subclass, because it may compute something else."""
     from transformers.pytorch_utils import Conv1D
 
     return type(part) in (nn.Linear, Conv1D)
 
 
 def expert_layers(module: nn.Module) -> list[str]:
-    """Returns the names of the submodules whose experts use transformers' ExpertsInterface."""
+    """Returns the names of the submodules that have experts, and run them through transformers' ExpertsInterface."""
     return [name for name, part in module.named_modules() if all(hasattr(part, mark) for mark in _EXPERTS_HAVE)]
 
 
 def use_fixed_experts(module: Any) -> None:
-    """Makes the experts of a module run by `fixed_experts`."""
+    """Makes all submodules with experts run `fixed_experts`, whose shapes do not depend on data."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     if expert_layers(module):
@@ -327,13 +387,19 @@ def use_fixed_experts(module: Any) -> None:
 
 
 def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Computes the experts of tokens with static shapes. Implements transformers' ExpertsInterface.
+    """Computes the sum of each token's experts with static shapes. Implements transformers' ExpertsInterface.
 
-    A step multiplies (token, expert) pairs, a fixed number at a time. In a prompt all tokens go through every expert.
+    A decode step multiplies a fixed number of (token, expert) pairs at a time. In a prompt, all tokens go through every
+    expert. If ranks share the experts, the sums of all ranks are added.
 
     Args:
-        hidden: [T, hidden].
-        index, weights: [T, k], experts of each token and their factors.
+        self: the module of experts.
+        hidden: [T, hidden], the tokens.
+        index: [T, k], ids of each token's experts.
+        weights: [T, k], factors of their outputs.
+
+    Returns:
+        [T, hidden] in the dtype of `hidden`.
     """
     running = pass_of(self)
     chosen = _every_expert if running.queries > STEP_QUERIES else _chosen_experts
@@ -347,9 +413,13 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 
 
 class _Part:
-    """Experts with one of a rank's parts of the columns.
+    """View of a module of experts with one of this rank's parts. A part has some columns of every expert.
 
-    An attribute that is a stack of parts returns the entry of that part.
+    A parameter [parts, experts, ...] of the module is [experts, ...] here. Other attributes are the module's.
+
+    Args:
+        experts: the module.
+        part: index of the part.
     """
 
     def __init__(self, experts: Any, part: int) -> None:
@@ -361,18 +431,18 @@ class _Part:
 
 
 def _chosen_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Returns fp32 sums over each token's own experts. Multiplies a fixed number of pairs at a time."""
+    """Computes `fixed_experts` in fp32 for a decode step. Multiplies `_PAIRS` (token, expert) pairs at a time."""
     pairs = hidden.repeat_interleave(index.shape[1], dim=0)
     rows = F.pad(pairs, (0, 0, 0, -len(pairs) % _PAIRS)).split(_PAIRS)
     chosen = F.pad(index.reshape(-1), (0, -len(pairs) % _PAIRS)).split(_PAIRS)
     parts = [_pairs(self, x, expert) for x, expert in zip(rows, chosen, strict=True)]
     out = torch.cat(parts)[: len(pairs)] * weights.reshape(-1, 1)
-    summed = out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)  # summed in the order of k, for any shape
+    summed = out.view(*index.shape, -1).cumsum(1, dtype=torch.float32)  # cumsum adds in the order of k for any shape
     return summed[:, -1]
 
 
 def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
-    """Sends row i of x [P, hidden] through expert[i]."""
+    """Computes expert `expert[i]` of row i of x [P, hidden], for every row. Returns [P, hidden]."""
 
     def product(x: Tensor, stack: Tensor, bias: Tensor | None) -> Tensor:
         chosen = stack[expert]
@@ -383,7 +453,7 @@ def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Returns fp32 sums over each token's own experts, for a prompt: multiplies all tokens with every expert."""
+    """Computes `fixed_experts` in fp32 for a prompt. Runs every expert on all tokens, and drops unused results."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in range(self.down_proj.shape[0]):
 
@@ -399,7 +469,14 @@ def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 
 
 def _expert(self: Any, x: Tensor, product: Any) -> Tensor:
-    """Computes up, gate and down of transformers' experts with `product(x, stack, bias)`."""
+    """Computes the MLP of experts as transformers does: gate and up projections, activation, down projection.
+
+    Args:
+        self: the module of experts.
+        x: [rows, hidden].
+        product: function of (x, weights of all experts, biases of all experts or None). It multiplies with the weights
+            of the right experts.
+    """
     up = "gate_up_proj" if self.has_gate else "up_proj"
     y = product(x, getattr(self, up), getattr(self, f"{up}_bias") if self.has_bias else None)
     y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
@@ -412,15 +489,15 @@ Form = Literal["rounded", "wide", "plus_one"]
 
 FORMS: Final[tuple[Form, ...]] = ("rounded", "wide", "plus_one")
 
-_SCALES: Final = (1.0, 0.001, 40.0, 1e-5)  # scales of trial rows; the last one shows the effect of epsilon
+_SCALES: Final = (1.0, 0.001, 40.0, 1e-5)  # factors of test inputs; the smallest shows the effect of epsilon
 
 
 class KnownNorm(NamedTuple):
-    """Formula of an RMSNorm with its weight w.
+    """Formula of an RMSNorm whose weight is w.
 
     Attributes:
-        form: "rounded": rounded before the product with w, as in Llama. "wide": rounded after it, as in Helium.
-            "plus_one": rounded after it, with the factor 1 + w, as in Gemma.
+        form: "rounded" rounds x / rms(x) to the dtype of x before it is multiplied by w, as Llama does. "wide" rounds
+            only the product, as Helium does. "plus_one" multiplies by 1 + w and rounds the product, as Gemma does.
         eps: epsilon.
     """
 
@@ -428,14 +505,20 @@ class KnownNorm(NamedTuple):
     eps: float
 
     def weight(self, stored: Tensor) -> Tensor:
-        """Converts the module's weight [K] in the model's dtype to the weight for `Ops.norm`."""
+        """Converts the module's stored weight [K] to the weight that `Ops.norm` wants for this formula."""
         if self.form == "rounded":
             return stored
         return stored.float() if self.form == "wide" else 1.0 + stored.float()
 
 
 class NormSwap(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight by an op of this package. Replaces an RMSNorm."""
+    """Norm x / sqrt(mean(x^2) + eps) * weight that runs with an op of this package. Replaces an RMSNorm.
+
+    Args:
+        running: the hosted model.
+        known: formula of the replaced module.
+        stored: [K], weight of the replaced module.
+    """
 
     _running: Running
 
@@ -454,10 +537,10 @@ class NormSwap(nn.Module):
 
 
 def known_norm(part: nn.Module) -> KnownNorm | None:
-    """Returns the formula of a module that is an RMSNorm over the last axis. None if it is not one.
+    """Returns the formula of a module that is an RMSNorm over the last axis. None: it is another module.
 
-    The module has only a weight [K]. Its results must equal those of a `KnownNorm` form bit for bit, in bf16 and in
-    fp32.
+    The module must have a weight [K] and nothing else. For test inputs in bf16 and in fp32, its results must have the
+    same bits as one of the formulas.
     """
     names = [name for name, _ in part.named_parameters()]
     if names != ["weight"] or any(True for _ in part.children()) or any(True for _ in part.buffers()):
@@ -480,7 +563,7 @@ def known_norm(part: nn.Module) -> KnownNorm | None:
 def _computes(part: nn.Module, known: KnownNorm, x: Tensor, stored: Tensor) -> bool:
     try:
         found: Any = torch.func.functional_call(part, {"weight": stored}, (x,))
-    # raised if its input is not a tensor of rows
+    # raised by modules that take other inputs
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return False
     wanted = reference.norm(x, known.weight(stored), known.eps)
@@ -493,7 +576,7 @@ DEPRECATION: Final = "transformers.utils.deprecation"
 
 
 def rotates(part: nn.Module) -> bool:
-    """True if a module's forward rotates heads by a function named `ROTATE` that computes `reference.rotate`."""
+    """True if a module's forward calls a function named `ROTATE`, whose results are those of `reference.rotate`."""
     forward = _forward(part)
     return (
         forward is not None
@@ -503,9 +586,9 @@ def rotates(part: nn.Module) -> bool:
 
 
 def _forward(part: nn.Module) -> FunctionType | None:
-    """Returns a module's forward without decorators that only warn of old keywords.
+    """Returns the forward function of a module's class, without decorators that only warn of deprecated keywords.
 
-    None if it is not a plain function.
+    None if it has other decorators, or is not a plain function.
     """
     forward: Any = type(part).forward
     while hasattr(forward, "__wrapped__") and forward.__globals__.get("__name__") == DEPRECATION:
@@ -531,7 +614,10 @@ def _is_known_rotation(function: Any) -> bool:
 
 
 def use_our_rotation(part: nn.Module, running: Running) -> None:
-    """Makes a module for which `rotates` is true use this package's op, if the op supports its heads and angles."""
+    """Makes an attention module use this package's op for RoPE, for which `rotates` must be True.
+
+    Calls that the op does not support still go to the module's own function.
+    """
     forward = _forward(part)
     assert forward is not None, "it rotates"
     own, theirs = proxy(running), forward.__globals__[ROTATE]
@@ -561,13 +647,14 @@ def _fits(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> bool:
 
 
 class PartProduct(nn.Module):
-    """A rank's rows or columns of y = x W^T + b. Replaces an nn.Linear.
+    """One rank's rows or columns of a linear layer y = x W^T + b. Replaces an nn.Linear.
 
     Args:
-        running: owner of this module.
-        weights: the parts, each [N / parts, K] if split by rows, or [N, K / parts] if split by columns.
-        bias: [N / ranks] for rows, [N] for columns.
-        columns: True if split by columns: x has this rank's K / ranks elements, and y is the sum over ranks.
+        running: the hosted model.
+        weights: this rank's parts of W [N, K], each with N / parts rows or with K / parts columns.
+        bias: [N / ranks] if W is split by rows, [N] if by columns. None: no bias.
+        columns: True if W is split by columns. Then x has this rank's K / ranks elements, and y is the sum of the
+            results of all ranks.
     """
 
     _running: Running
@@ -580,9 +667,10 @@ class PartProduct(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns y [..., N] for x [..., K]. Split by rows: this rank's part of y.
+        """Computes y for x.
 
-        Split by columns: x is this rank's part.
+        If W is split by rows, x is [..., K] and y is this rank's part [..., N / ranks]. If W is split by columns, x is
+        this rank's part [..., K / ranks] and y is [..., N].
         """
         with our_op(self._running):
             return self._summed(x) if self._columns else self._rows(x)
