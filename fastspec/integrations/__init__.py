@@ -1,1 +1,1 @@
-"""Integrations of fastspec into other frameworks."""
+"""Classes and functions that let other libraries generate with fastspec, one file for each library."""

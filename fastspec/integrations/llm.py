@@ -1,7 +1,7 @@
-"""A plugin of the command `llm`: models of fastspec under names of the user's, and the shipped pair.
+"""A plugin for the command-line program `llm`. It adds models that run with fastspec, under names that the user gives.
 
 Needs the package llm, which finds this module by its entry point. `llm fastspec add NAME TARGET [--draft DRAFT]` gives
-a model a name; `llm -m fastspec-demo "def add(a, b):"` continues a prompt with the shipped pair.
+a model a name. `llm -m fastspec-demo "def add(a, b):"` continues a prompt with the pair of tiny models in this package.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class PromptOptions(llm.Options):  # type: ignore[misc]  # llm is an extra, whos
     seed: int | None = Field(default=None, description="Makes a draw repeatable.")
 
     def keywords(self) -> dict[str, Any]:
-        """Keywords of `submit`."""
+        """Returns the sampling options as keyword arguments of `FastSpecGenerator.submit`."""
         chosen = {name: getattr(self, name) for name in ("top_p", "top_k", "seed")}
         sampled = {"do_sample": True, "temperature": self.temperature} if self.temperature else {"do_sample": False}
         return sampled | {name: value for name, value in chosen.items() if value is not None and self.temperature}
 
 
 class FastSpecModel(llm.Model):  # type: ignore[misc]
-    """One model of the command. It is loaded by its first prompt.
+    """One model of the program `llm`. It is loaded when it gets its first prompt.
 
     Args:
-        model_id: its name.
+        model_id: name of the model.
         target, draft: see `FastSpecGenerator`.
         options: further arguments of `FastSpecGenerator`.
     """
@@ -57,7 +57,11 @@ class FastSpecModel(llm.Model):  # type: ignore[misc]
         self._generator: FastSpecGenerator | None = None
 
     def execute(self, prompt: Any, stream: bool, response: Any, conversation: Any = None) -> Iterator[str]:
-        """Yields the text of an answer; one piece without `stream`."""
+        """Answers a prompt. Yields pieces of the text as they are generated, or without `stream` the whole text.
+
+        Raises:
+            ModelError: the conversation leaves no room for an answer.
+        """
         if self._generator is None:
             self._generator = FastSpecGenerator(self._target, self._draft, **{"progress": False, **self._options})
         generator = self._generator
@@ -82,7 +86,7 @@ class FastSpecModel(llm.Model):  # type: ignore[misc]
         response.set_usage(input=len(ids), output=new)
 
     def _ids(self, generator: FastSpecGenerator, prompt: Any) -> list[int]:
-        """Token ids of the messages: by the chat template, or their texts under each other where there is none."""
+        """Returns the token ids of a conversation. Without a chat template, its texts are joined by newlines."""
         messages = [
             {"role": message.role, "content": "".join(part.text for part in message.parts if hasattr(part, "text"))}
             for message in prompt.messages
@@ -94,19 +98,19 @@ class FastSpecModel(llm.Model):  # type: ignore[misc]
 
 
 def _file() -> Path:
-    """The file of the user's models."""
+    """Returns the path of the file that lists the user's models."""
     return Path(llm.user_dir()) / _FILE
 
 
 def _models() -> dict[str, dict[str, Any]]:
-    """The user's models: name -> target, draft and options."""
+    """Reads the user's models: name -> target, draft and options."""
     found: dict[str, dict[str, Any]] = json.loads(_file().read_text()) if _file().is_file() else {}
     return found
 
 
 @llm.hookimpl
 def register_models(register: Callable[[FastSpecModel], None]) -> None:
-    """Registers the shipped pair and the user's models."""
+    """Registers the demo pair and the user's models. `llm` calls it."""
     target, draft = demo_pair()
     register(FastSpecModel(_DEMO, str(target), str(draft), {"max_length": 1024}))
     for name, each in _models().items():
@@ -115,7 +119,7 @@ def register_models(register: Callable[[FastSpecModel], None]) -> None:
 
 @llm.hookimpl
 def register_commands(cli: click.Group) -> None:
-    """Adds `llm fastspec`."""
+    """Adds the command `llm fastspec` with its subcommands. `llm` calls it."""
 
     @cli.group(name="fastspec")
     def group() -> None:
@@ -143,7 +147,7 @@ def register_commands(cli: click.Group) -> None:
 
 
 def _value(text: str) -> Any:
-    """A value as JSON; a text that is none stands for itself."""
+    """Parses the value of an option as JSON. Returns the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

@@ -1,8 +1,8 @@
-"""A model class of lm-evaluation-harness: `python -m fastspec.integrations.lm_eval run --model fastspec ...`.
+"""A model class for lm-evaluation-harness: `python -m fastspec.integrations.lm_eval run --model fastspec ...`.
 
-Needs the package lm-eval, which finds the model by its name once this module is imported. Answers are scored by the
-steps that decode, and contexts that begin alike are read once. Texts for perplexity are scored by the passes over
-prompts. So all three kinds of requests are exact: their results do not depend on batches.
+Needs the package lm-eval, which finds the model by its name after this module is imported. Given continuations are
+scored in decode steps. Contexts with the same beginning are prefilled once. Texts for perplexity are scored in the
+prefill. Results of all three kinds of requests do not depend on how requests are batched.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput
 
 _AUTO: Final = "auto"
-_MOST_ROWS: Final = 256  # that batch_size=auto tries
-Scored = tuple[tuple[str, str], list[int], list[int]]  # texts, tokens of the context, tokens of the continuation
+_MOST_ROWS: Final = 256  # largest batch size that batch_size=auto tries
+Scored = tuple[tuple[str, str], list[int], list[int]]  # both texts, tokens of the context, tokens of the continuation
 
 
 @register_model("fastspec")
 class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
-    """A model of lm-evaluation-harness.
+    """Model for lm-evaluation-harness that generates and scores with a `FastSpecGenerator`.
 
     Args:
-        pretrained: the target, as `FastSpecGenerator` takes it.
-        draft: the draft; None: no draft model.
-        batch_size: rows at once; "auto": as many as memory has room for, up to 256.
-        max_batch_size: upper limit of "auto".
-        device: default: as `FastSpecGenerator` chooses.
-        max_gen_toks: new tokens of a text whose task gives no limit.
-        add_bos_token: True or False overrides the tokenizer's own setting.
+        pretrained: the target; see `FastSpecGenerator`.
+        draft: the draft; see `FastSpecGenerator`. None: no draft.
+        batch_size: largest number of requests in a batch. "auto" takes as many as fit in memory, up to 256.
+        max_batch_size: upper limit for "auto". None: 256.
+        device: device of the models. None: `FastSpecGenerator` chooses.
+        max_gen_toks: largest number of new tokens, for tasks without a limit of their own.
+        add_bos_token: True to add a BOS token to texts, False to add none. None: the tokenizer's own setting.
         **options: further arguments of `FastSpecGenerator`, for example dtype and max_length.
 
     Attributes:
-        generator: runs all requests.
-        tokenizer: the target's.
+        generator: generator that runs all requests.
+        tokenizer: the target's tokenizer.
     """
 
     def __init__(
@@ -76,23 +76,23 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """The id that ends a text."""
+        """Id of the token that ends a text."""
         return int(self.tokenizer.eos_token_id)
 
     @property
     def prefix_token_id(self) -> int:
-        """The id before a text that is scored from its beginning: the BOS id, else the one that ends texts."""
+        """Id of the token that is put before a text to score its first token: BOS, or else the one that ends texts."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
     @property
     def max_length(self) -> int:
-        """Tokens before the last one of a row."""
+        """Largest number of tokens before the last token of a request."""
         return self.generator.max_length - 1
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which lm-eval keeps requests."""
+        """Name under which lm-eval caches tokenised requests."""
         return self._name.replace("/", "__")
 
     @override
@@ -104,7 +104,7 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return list(self.tokenizer.encode(string, **more))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The prompt of a conversation."""
+        """Formats a conversation as a prompt, by the tokenizer's chat template."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat_history,
@@ -130,7 +130,7 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @override
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Log-likelihoods of whole texts, cut into windows where they are long."""
+        """Returns the log-likelihood of each whole text. Texts longer than the context are cut into windows."""
         windows = [list(self._windows(text)) for (text,) in (request.args for request in requests)]
         pieces = [piece for text in windows for piece in text]
         if not pieces:
@@ -146,7 +146,7 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return totals
 
     def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
-        """Context and scored tokens of each window of a text."""
+        """Yields (context tokens, scored tokens) of each window of a text."""
         for window in get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
@@ -158,7 +158,7 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @override
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Texts up to a stop string of each request. Requests with equal options run together."""
+        """Generates a text for each request, up to a stop string. Requests with equal options run in one call."""
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(index)
@@ -171,7 +171,7 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return texts
 
     def _texts(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        """Texts that continue these contexts."""
+        """Generates the continuations of some contexts, with generation options of lm-eval."""
         given = dict(normalize_gen_kwargs(options, self._max_gen_toks))
         stops = handle_stop_sequences(given.pop("until", None), eos=str(self.tokenizer.decode([self.eot_token_id])))
         new = given.pop("max_gen_toks")
@@ -200,7 +200,13 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
 
 def _largest(target: str, draft: str | None, limit: int, options: dict[str, Any]) -> int:
-    """Returns the most rows for which there is memory: a power of two, or `limit`."""
+    """Finds the largest batch size that fits in memory: `limit`, or a smaller power of two.
+
+    Args:
+        target, draft: see `FastSpecGenerator`.
+        limit: largest batch size to try.
+        options: further arguments of `FastSpecGenerator`.
+    """
     rows, options = limit, {name: value for name, value in options.items() if name in PlanOptions.__annotations__}
     while rows > 1:
         try:

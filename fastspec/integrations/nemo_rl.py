@@ -1,10 +1,10 @@
-"""Generation of NeMo RL's `GenerationInterface` shape by fastspec: its methods and tensors.
+"""A class with the methods of NeMo RL's `GenerationInterface`, which generates with fastspec.
 
     class Generation(fastspec.integrations.nemo_rl.Generation, GenerationInterface): ...
 
-NeMo RL's `GenerationConfig` gives model and sampling; its entry `fastspec_cfg` has a draft and further arguments of
-`FastSpecGenerator`. Verification is "coupled" unless it says otherwise: a text depends on its seed, not on the drafts.
-Needs nothing of NeMo RL itself: batches are any mappings with its fields.
+NeMo RL's `GenerationConfig` has the model and the sampling options. Its entry `fastspec_cfg` has the draft and further
+arguments of `FastSpecGenerator`. The default of `verification` is "coupled": a text depends on its seed, but not on the
+drafts. This module does not import NeMo RL. Batches are any mappings with its fields.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fastspec.integrations.transfer import receive
 from fastspec.output import GenerateOutput
 from fastspec.sampling.rules import COUPLED
 
-_ROWS = 64  # decoded at once, where `fastspec_cfg` does not say
+_ROWS = 64  # default of `max_batch_size`
 
 
 class Generation:
-    """A generator with the methods of NeMo RL's `GenerationInterface`.
+    """`FastSpecGenerator` with the methods of NeMo RL's `GenerationInterface`.
 
     Args:
-        config: NeMo RL's `GenerationConfig`: model_name, max_new_tokens, temperature, top_p, top_k, stop_token_ids,
-            `_pad_token_id`, colocated, and `fastspec_cfg`.
-        seed: seed of all rollouts.
+        config: NeMo RL's `GenerationConfig`. These fields are read: model_name, max_new_tokens, temperature, top_p,
+            top_k, stop_token_ids, stop_strings, `_pad_token_id`, colocated, and `fastspec_cfg`.
+        seed: number from which the seeds of all rollouts are derived.
     """
 
     def __init__(self, config: Mapping[str, Any], *, seed: int = 0) -> None:
@@ -44,12 +44,14 @@ class Generation:
         self._names: frozenset[str] | None = None
 
     def init_collective(self, ip: str, port: int, world_size: int, *, train_world_size: int) -> list[Any]:
-        """Joins the group of torch.distributed over which weights come, as the first process after the trainer's.
+        """Joins the process group of torch.distributed over which the trainer sends weights.
+
+        The rank of this process is `train_world_size`, the first one after the trainer's ranks.
 
         Args:
             ip, port: address of the group's store.
-            world_size: processes of trainer and generators.
-            train_world_size: processes of the trainer; process 0 sends.
+            world_size: number of all processes, of trainer and generators.
+            train_world_size: number of the trainer's processes. Rank 0 sends the weights.
         """
         backend = "nccl" if self.generator.device.type == "cuda" else "gloo"
         where = f"tcp://{ip}:{port}"
@@ -57,19 +59,23 @@ class Generation:
         return []
 
     def generate(self, data: Any, greedy: bool = False) -> Any:
-        """Continues a batch.
+        """Continues the prompts of a batch.
 
         Args:
-            data: a mapping with input_ids int64 [B, T], right-padded, and input_lengths int64 [B].
-            greedy: take the most probable tokens.
+            data: a mapping with the prompts: input_ids int64 [B, T], right-padded, and input_lengths int64 [B].
+            greedy: True to take the most probable tokens. False: tokens are sampled.
 
         Returns:
-            A mapping of the same class with output_ids [B, T'], and logprobs fp32 [B, T'] of the answers, right-padded;
-            generation_lengths and unpadded_sequence_lengths int64 [B]; truncated bool [B], True for a row without a
-            stop id.
+            A mapping of the same class, with these tensors:
+
+            - output_ids int64 [B, T'], prompts with their answers, right-padded.
+            - logprobs fp32 [B, T'], log-probabilities of the answers' tokens, and 0 elsewhere.
+            - generation_lengths int64 [B], tokens of each answer.
+            - unpadded_sequence_lengths int64 [B], tokens of each prompt and its answer.
+            - truncated bool [B], True for an answer that did not end with a stop id or stop string.
 
         Raises:
-            UnsupportedOption: stop strings of single rows.
+            UnsupportedOption: the batch has stop strings for single rows.
         """
         if any(data.get("stop_strings") or ()):
             raise UnsupportedOption("stop_strings of single rows are not supported; give stop_strings of the config")
@@ -104,7 +110,7 @@ class Generation:
         return type(data)(found)
 
     def _sampling(self, greedy: bool) -> dict[str, Any]:
-        """Returns options of `generate`."""
+        """Returns the sampling options of the config, as `FastSpecGenerator.generate` names them."""
         if greedy:
             return {"do_sample": False}
         found = {name: self.cfg.get(name) for name in ("temperature", "top_p")}
@@ -112,35 +118,35 @@ class Generation:
         return {"do_sample": True, **found, "top_k": max(0, int(top_k)) if top_k is not None else 0}
 
     def prepare_for_generation(self, *args: object, **kwargs: object) -> bool:
-        """Wakes the generator, if it sleeps."""
+        """Wakes the generator if it sleeps, so that it has the memory for K/V and buffers again."""
         if self.generator.asleep is not None:
             self.generator.wake()
         return True
 
     def finish_generation(self, *args: object, release_gpu: bool = True, **kwargs: object) -> bool:
-        """Gives K/V and buffers back if the trainer shares the GPU. Weights stay, for updates meanwhile need them."""
+        """Frees the memory of K/V and buffers if the trainer shares the GPU. Weights stay, for updates need them."""
         if self.blocks_training() and release_gpu and self.generator.asleep is None:
             self.generator.sleep(1)
         return True
 
     def shutdown(self) -> bool:
-        """Closes the generator; a second call does nothing."""
+        """Closes the generator. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self.generator.close()
         return True
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
-        """Takes the names of the tensors that will come. A later update with others is refused."""
+        """Stores the names of the tensors that updates will have. A later update with other names is refused."""
         self._names = frozenset(state_dict_info)
 
     def update_weights_from_collective(self) -> list[Any]:
-        """Receives weights that the trainer's process 0 sends by `fastspec.integrations.transfer.send`.
+        """Receives new weights, which the trainer's rank 0 sends with `fastspec.integrations.transfer.send`.
 
         Raises:
-            UnsupportedOption: other names than `prepare_refit_info` had; nothing has changed.
+            UnsupportedOption: the names are not those of `prepare_refit_info`. Nothing has changed then.
             CheckpointError: see `FastSpecGenerator.update_weights`.
-            RuntimeError: the generator sleeps: `prepare_for_generation` comes before.
+            RuntimeError: the generator sleeps. Call `prepare_for_generation` first.
         """
         tensors = dict(receive(device=self.generator.device))
         if self._names is not None and tensors.keys() != self._names:
@@ -150,21 +156,21 @@ class Generation:
         return []
 
     def invalidate_kv_cache(self) -> bool:
-        """Drops K/V and states of earlier prompts."""
+        """Empties the prefix cache, which has K/V and recurrent states of earlier prompts."""
         self.generator.reset_prefix_cache()
         return True
 
     def pause_generation(self, *, clear_cache: bool) -> bool:
-        """Returns False: answers are not kept while weights change; `FastSpecGenerator.pause` waits for them."""
+        """Returns False: running answers are not paused half way. `FastSpecGenerator.pause` waits for their ends."""
         return False
 
     def resume_generation(self) -> bool:
-        """Returns False, see `pause_generation`."""
+        """Returns False, because `pause_generation` does not pause."""
         return False
 
     @property
     def requires_kv_scale_sync(self) -> bool:
-        """False: scales of K and V are the checkpoint's."""
+        """False, because scales of K and V are those of the checkpoint and do not change in training."""
         return False
 
     def blocks_training(self) -> bool:
@@ -173,6 +179,9 @@ class Generation:
 
 
 def _padded(rows: list[list[Any]], fill: float, like: Tensor) -> Tensor:
-    """Returns rows as a tensor [B, T] of the dtype and device of `like`, padded on the right."""
+    """Makes a tensor [B, T] from B lists, padded on the right with `fill` to the longest, T.
+
+    It has the dtype and device of `like`.
+    """
     width = max(map(len, rows))
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=like.dtype, device=like.device)

@@ -1,7 +1,7 @@
 """Continues many prompts on many machines with Ray Data: a class for `Dataset.map_batches`. Needs Ray.
 
-A replica is one generator on one GPU, or on CPUs. Ray starts the replicas, sends them batches and shows progress. If a
-replica dies, Ray sends its batch to another one. Replicas are independent.
+A replica is one process with one generator, on one GPU or on CPUs. Ray starts the replicas, sends them batches and
+shows progress. If a replica dies, Ray sends its batch to another one. Replicas do not communicate.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ _ADDED = frozenset(
 
 
 class Generate:
-    """Continues the prompt of every row of a batch. For `ray.data.Dataset.map_batches`, batch format "numpy".
+    """Continues the prompt in every row of a batch. For `ray.data.Dataset.map_batches`, batch format "numpy".
 
-    Adds these columns, one value per row: `generated_text` (if there is a tokenizer), `generated_ids` (the new tokens),
-    `finish_reason`, and the counts `new_tokens`, `target_steps`, `drafted`, `accepted`. The finish reason is "stop",
-    "length", or "error" if no token could be chosen. With the option `logprobs` it also adds `logprobs` of the new
-    tokens.
+    Calling the object adds these columns, with one value per row: `generated_text` (if there is a tokenizer),
+    `generated_ids` (the new tokens), `finish_reason`, and the counts `new_tokens`, `target_steps`, `drafted`,
+    `accepted`. The finish reason is "stop", "length", or "error" if logits were invalid. With the option `logprobs` it
+    also adds `logprobs` of the new tokens.
 
     Args:
         target, draft: directories or Hub ids that every machine can read.
-        prompt_column: column with the prompts: texts, or lists of token ids.
-        option_columns: columns with values of generation options. A column has the name of its option: `seed`,
-            `temperature` and so on.
-        options: generation options of all rows.
+        prompt_column: name of the column with prompts, which are texts or lists of token ids.
+        option_columns: names of columns with generation options for each row. A column has the name of its option,
+            such as `seed` or `temperature`.
+        options: generation options for all rows.
         generator_options: arguments of `FastSpecGenerator`. `max_batch_size` should be the size of Ray's batches, or a
             divisor of it.
 
     Raises:
         UnsupportedOption: an option that `generate` does not have, or one that is given twice.
-        KeyError: a batch without one of these columns.
+        KeyError: a batch lacks one of these columns.
         ValueError: a batch already has a column with the name of an added one, or a prompt is neither text nor ids.
     """
 
@@ -61,7 +61,7 @@ class Generate:
         self._generator = FastSpecGenerator(target, draft, **{"progress": False, **(generator_options or {})})
 
     def __call__(self, batch: Columns) -> Columns:
-        """Adds the columns of results to a batch."""
+        """Continues the prompts of a batch, and returns the batch with the columns of results."""
         missing = [name for name in (self._prompts, *self._columns) if name not in batch]
         if missing:
             raise KeyError(f"a batch has no column {missing}; it has {list(batch)}")
@@ -93,7 +93,7 @@ class Generate:
             )
 
     def _generate(self, prompts: list[list[int]], options: dict[str, Any]) -> GenerateOutput:
-        """Continues all rows. A row with invalid logits does not end the others."""
+        """Continues all prompts. Invalid logits end only their own row, and not the whole batch."""
         found: object
         try:
             found = self._generator.generate(prompts, return_dict_in_generate=True, **options)
@@ -116,7 +116,12 @@ class Generate:
 
 
 def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
-    """Refuses options that `generate` would refuse, before a model is loaded."""
+    """Refuses options that `generate` does not have or that are given twice, before a model is loaded.
+
+    Args:
+        columns: names of columns with options for each row.
+        options: options for all rows.
+    """
     known = {option.keyword for option in OPTIONS} - {"return_dict_in_generate", "num_return_sequences"}
     if unknown := sorted({*options} - known):
         raise UnsupportedOption(
@@ -133,12 +138,12 @@ def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a column's value to a Python value."""
+    """Converts a NumPy value of a column to a Python value. Others are returned unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _objects(values: Sequence[Any]) -> Any:
-    """Creates a column of objects. From lists of equal length NumPy would create a matrix."""
+    """Makes a column of objects, one for each row. NumPy alone would make a matrix from lists of equal length."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         column[index] = value

@@ -1,4 +1,4 @@
-"""Rollouts by Ray actors whose weights come from a trainer by one broadcast: `ray.remote(RolloutReplica)`.
+"""Rollouts by Ray actors that get new weights from a trainer over torch.distributed: `ray.remote(RolloutReplica)`.
 
     replicas = [ray.remote(num_gpus=1)(RolloutReplica).remote(target, draft, max_length=4096) for _ in range(4)]
     joined = [each.join.remote("tcp://10.0.0.1:29500", rank, 5) for rank, each in enumerate(replicas, 1)]
@@ -9,7 +9,7 @@
     send(model.state_dict().items())  # of fastspec.integrations.transfer
     ray.get(updated)
 
-The class needs nothing of Ray, and works in any process.
+The class does not import Ray, and works in any process.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastspec.sampling.rules import COUPLED
 
 
 class RolloutReplica:
-    """One generator that draws rollouts.
+    """One generator for rollouts, whose weights a trainer replaces.
 
     Args:
         target, draft: directories or Hub ids that the actor's machine can read.
-        **options: further arguments of `FastSpecGenerator`. Verification is "coupled" by default: a text depends on its
-            seed, not on the drafts or on the replica.
+        **options: further arguments of `FastSpecGenerator`. The default of `verification` is "coupled" here: a text
+            depends on its seed, but not on the drafts or on the replica.
     """
 
     def __init__(self, target: str, draft: str | None = None, **options: object) -> None:
@@ -39,20 +39,21 @@ class RolloutReplica:
         self._generator = FastSpecGenerator(target, draft, **arguments)
 
     def join(self, where: str, rank: int, size: int) -> None:
-        """Joins the trainer's group; returns when all processes have.
+        """Joins the trainer's process group. Returns when all processes have joined.
 
         Args:
             where: address of the group's store, such as "tcp://10.0.0.1:29500".
-            rank, size: number of this process, and of all processes. The trainer is 0.
+            rank: number of this process. The trainer is 0.
+            size: number of all processes.
         """
         backend = "nccl" if self._generator.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=where, rank=rank, world_size=size)
 
     def update_weights(self, version: int | str | None = None) -> None:
-        """Receives all weights that the trainer sends at the same time, after the answers that run have ended.
+        """Waits until running answers have ended, then receives the weights that the trainer sends with `send`.
 
         Args:
-            version: see `FastSpecGenerator.update_weights`.
+            version: version of the new weights; see `FastSpecGenerator.update_weights`.
         """
         generator = self._generator
         tensors = receive(device=generator.device)
@@ -66,11 +67,15 @@ class RolloutReplica:
             generator.resume()
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: object) -> dict[str, object]:
-        """Continues prompts; options are those of `FastSpecGenerator.generate`.
+        """Continues prompts.
+
+        Args:
+            prompts: token ids of each prompt.
+            **options: options of `FastSpecGenerator.generate`.
 
         Returns:
-            Lists with an entry for each row: token_ids, logprobs of the distribution that they were sampled from, and
-            finish_reasons; and weight_version.
+            Lists with an entry for each answer: token_ids, logprobs under the distribution from which they were
+            sampled, and finish_reasons. Also weight_version, the version of the weights.
         """
         asked: dict[str, Any] = {"logprobs": True, "logprobs_mode": "processed", **options}
         asked["return_dict_in_generate"] = True
@@ -84,7 +89,7 @@ class RolloutReplica:
         }
 
     def sleep(self, level: int = 1) -> None:
-        """See `FastSpecGenerator.sleep`. After level 2 `update_weights` brings everything back."""
+        """Frees memory, see `FastSpecGenerator.sleep`. After level 2, `update_weights` allocates everything again."""
         self._generator.sleep(level)
 
     def wake(self) -> None:

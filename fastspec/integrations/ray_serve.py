@@ -1,7 +1,7 @@
 """Serves OpenAI's protocol on many machines with Ray Serve. Needs Ray.
 
-A replica is one generator on one GPU, or on CPUs, with the routes of `fastspec serve`. Ray's proxy sends requests to
-the replicas, checks their health and replaces dead ones. Replicas are independent.
+A replica is one process with one generator, on one GPU or on CPUs, and with the HTTP routes of `fastspec serve`. Ray's
+proxy sends requests to the replicas. Ray checks their health and replaces dead ones. Replicas do not communicate.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fastspec.shapes import FULL
 if TYPE_CHECKING:  # so that this file can be imported without Ray
     from ray.serve import Application
 
-REPLICA_HEADER = "Fastspec-Replica"  # header of every answer with the name of the replica
-_DRAIN = 60.0  # seconds that a replica may take for its last answers, the same as in `fastspec serve`
+REPLICA_HEADER = "Fastspec-Replica"  # header of every response; its value is the name of the replica
+_DRAIN = 60.0  # seconds in which a replica that is stopped may complete its answers, the same as in `fastspec serve`
 _OF_ONE_PROCESS = ("tensor_parallel", "draft_tensor_parallel")
 
 
@@ -41,20 +41,20 @@ def deployment(
     generator_options: Mapping[str, Any] | None = None,
     **ray_options: Any,
 ) -> Application:
-    """Creates an application for `ray.serve.run`: replicas of one pair of models with OpenAI's protocol.
+    """Makes an application for `ray.serve.run`. It serves one target with its draft, over OpenAI's protocol.
 
     Args:
         target, draft: directories or Hub ids that every machine can read.
-        name: model name for clients. Default: the target's last directory, or its Hub id.
+        name: model name for clients. None: the last part of the target's path, or its Hub id.
         api_key: key that clients must send. Ray stores it unencrypted among the deployment's arguments.
         limits: limits of each replica: `body`, `tokens`, `requests`, `seconds`, as in `--limit` of `fastspec serve`.
         generator_options: arguments of `FastSpecGenerator`.
-        **ray_options: arguments of `ray.serve.deployment`: `num_replicas`, `autoscaling_config` and so on. By default a
-            replica gets one GPU (none with device "cpu"), and one minute to complete its last answers. As many requests
-            may wait as `limits` allow.
+        **ray_options: arguments of `ray.serve.deployment`, such as `num_replicas` and `autoscaling_config`. By default
+            a replica gets one GPU (none with device "cpu"), and up to one minute to complete its answers when it is
+            stopped. Ray sends a replica at most as many requests as `limits` allow.
 
     Raises:
-        UnsupportedOption, ValueError: an argument that a replica cannot have. Nothing was started.
+        UnsupportedOption, ValueError: an argument that a replica cannot have. Nothing was started then.
     """
     from ray import serve
 
@@ -79,10 +79,11 @@ def deployment(
 
 
 class Replica:
-    """One generator and its routes. Ray creates it.
+    """One generator with its HTTP routes. Ray makes the object in a process of its own.
 
     Args:
-        target, draft, name, api_key, limits, options: arguments that `deployment` has checked.
+        target, draft, name, api_key, limits: see `deployment`, which has checked them.
+        options: arguments of `FastSpecGenerator`.
     """
 
     def __init__(
@@ -99,25 +100,29 @@ class Replica:
         )
 
     async def __call__(self, request: Request) -> Response:
-        """Returns the response of the routes to a request."""
+        """Returns the response to a request. Ray then runs the response, which calls the HTTP routes."""
         return self._answer
 
     async def check_health(self) -> None:
-        """Raises if the generator cannot make steps. Ray calls it regularly, and replaces the replica if it raises."""
-        # not while requests run: the check would wait for them, and they report errors themselves
+        """Generates one token to see that the generator works. Ray replaces the replica if this raises an error."""
+        # no check while requests run: it would wait for them, and they report errors themselves
         if not self._service.running:
             await self._generator.submit([0], max_new_tokens=1)
 
     def __del__(self) -> None:
-        """Closes the generator. Ray calls it after the last answers."""
+        """Closes the generator. Ray calls it after the replica's last answers."""
         if hasattr(self, "_generator"):  # False if loading failed
             self._generator.close()
 
 
 class _Answer(Response):
-    """Response of the routes, with the replica's name in a header.
+    """Response that runs an ASGI application, and adds a header with the name of the replica.
 
-    It is an ASGI application: Ray passes it the connection, so that each event is sent as soon as it exists.
+    Ray gives it the connection, so that each event of a stream is sent as soon as it exists.
+
+    Args:
+        app: the application with the HTTP routes.
+        replica: name of the replica.
     """
 
     def __init__(self, app: ASGIApp, replica: str) -> None:
@@ -125,7 +130,7 @@ class _Answer(Response):
         self._app, self._header = app, (REPLICA_HEADER.lower().encode(), replica.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Runs the application and adds the header to its response."""
+        """Runs the application on a connection, and adds the header to its response."""
 
         async def signed(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -136,7 +141,12 @@ class _Answer(Response):
 
 
 def _check(options: Mapping[str, Any], limits: Mapping[str, float]) -> None:
-    """Refuses arguments that every replica would refuse, before one is started."""
+    """Refuses arguments that no replica can have, before a replica is started.
+
+    Args:
+        options: arguments of `FastSpecGenerator`.
+        limits: see `deployment`.
+    """
     if several := [name for name in _OF_ONE_PROCESS if options.get(name) is not None]:
         raise UnsupportedOption(
             f"generator_options {', '.join(several)}: a replica is one process on one GPU; leave it out, and give "

@@ -3,9 +3,9 @@
     trainer:    send(model.state_dict().items())
     generator:  generator.update_weights(receive(device=generator.device), version=step)
 
-All processes of the group call one of the two. The trainer sends names, dtypes and shapes first, then the values in
-pieces of some MiB, each by one broadcast: over NCCL from GPU to GPU, or over gloo between CPUs. With `tensor_parallel`
-every rank receives whole tensors, and keeps its slices.
+Every process of the group calls one of the two functions. The trainer first sends names, dtypes and shapes. Then it
+sends the values in pieces, each with one broadcast: over NCCL between GPUs, or over gloo between CPUs. With
+`tensor_parallel` every rank receives whole tensors, and keeps its slices.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fastspec.errors import UnsupportedOption
 
 __all__ = ["receive", "send"]
 
-_PIECE = 256 * 2**20  # bytes of one broadcast; larger tensors are sent alone
+_PIECE = 256 * 2**20  # largest number of bytes of a broadcast with several tensors; a larger tensor is sent alone
 _DTYPES = {str(each): each for each in (torch.bfloat16, torch.float16, torch.float32)}
-_ALIGNED = 16  # bytes, so that each tensor of a piece can be viewed in its dtype
+_ALIGNED = 16  # alignment in bytes of each tensor in a piece, so that it can be viewed in its dtype
 Described = tuple[str, str, list[int]]  # name, dtype, shape
 
 
@@ -31,12 +31,12 @@ def send(tensors: Iterable[tuple[str, Tensor]], *, group: dist.ProcessGroup | No
     """Sends tensors to all other processes of a group, which call `receive`.
 
     Args:
-        tensors: (name, tensor) pairs, by the names of the checkpoint.
-        group: group of trainer and generators. None: the default group.
-        source: rank of this process among all processes.
+        tensors: (name, tensor) pairs, with the names of the checkpoint.
+        group: process group of trainer and generators. None: the default group.
+        source: global rank of this process.
 
     Raises:
-        UnsupportedOption: a dtype that weights do not have; nothing was sent.
+        UnsupportedOption: a dtype other than bfloat16, float16 or float32. Nothing was sent then.
     """
     given = [(name, tensor.detach()) for name, tensor in tensors]
     for name, tensor in given:
@@ -58,12 +58,14 @@ def send(tensors: Iterable[tuple[str, Tensor]], *, group: dist.ProcessGroup | No
 def receive(
     *, device: torch.device | str, group: dist.ProcessGroup | None = None, source: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Receives the tensors of `send`, for `FastSpecGenerator.update_weights`.
+    """Receives the tensors that the trainer sends with `send`. Yields (name, tensor) pairs.
+
+    `FastSpecGenerator.update_weights` takes the result.
 
     Args:
         device: device of the tensors: a GPU with NCCL, or "cpu" with gloo.
-        group: group of trainer and generators. None: the default group.
-        source: rank of the trainer among all processes.
+        group: process group of trainer and generators. None: the default group.
+        source: global rank of the trainer's process that calls `send`.
     """
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.broadcast(size, source, group=group)
@@ -77,13 +79,13 @@ def receive(
 
 
 def _bytes_of(described: Described) -> int:
-    """Returns the bytes of a tensor in a piece."""
+    """Returns the number of bytes that a tensor occupies in a piece, with padding."""
     _, dtype, shape = described
     return -(-torch.Size(shape).numel() * _DTYPES[dtype].itemsize // _ALIGNED) * _ALIGNED
 
 
 def _pieces(described: list[Described]) -> Iterator[list[Described]]:
-    """Yields runs of tensors that are sent together."""
+    """Splits a list of tensors into pieces, which are the tensors of one broadcast."""
     piece, size = list[Described](), 0
     for each in described:
         if piece and size + _bytes_of(each) > _PIECE:
@@ -96,7 +98,7 @@ def _pieces(described: list[Described]) -> Iterator[list[Described]]:
 
 
 def _places(piece: list[Described], room: Tensor) -> Iterator[Tensor]:
-    """Yields the memory of each tensor of a piece."""
+    """Yields a view of each tensor of a piece in the memory `room`, uint8 [bytes of the piece]."""
     start = 0
     for each in piece:
         _, dtype, shape = each

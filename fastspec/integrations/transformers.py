@@ -1,7 +1,7 @@
 """Speculative decoding inside transformers: `model.generate(ids, custom_generate=generate, draft=draft, ...)`.
 
-The first call makes a `FastSpecGenerator` of the model, which copies its weights and stays with the model. Later calls
-use it again. Weights that have changed meanwhile, for example in training, are copied again.
+The first call makes a `FastSpecGenerator` from the model, which copies the weights. It is stored in an attribute of the
+model, and later calls use it again. Weights that have changed since, for example in training, are copied again.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from fastspec.errors import UnsupportedOption
 from fastspec.generator import FastSpecGenerator
 from fastspec.output import GenerateOutput
 
-_LEAST_ROOM: Final = 512  # tokens of a row of the first generator
+_LEAST_ROOM: Final = 512  # least `max_length` of a generator, if the model's context is so long
 _ATTRIBUTE: Final = "_fastspec"
-# entries that `generate` of transformers prepares for each step; none of them changes the text
+# arguments that `generate` of transformers prepares for the model; none of them changes the text
 _UNREAD: Final = frozenset(["attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"])
 _CACHES: Final = ("cache", "past_key_values")
 
 
 class _Kept:
-    """The generator of a model, and facts about the weights that it has copied. Copies of a model have none.
+    """Generator that belongs to a model, with the state of the weights that it has copied.
+
+    The object is an attribute of the model. A copy of the model gets a new, empty one.
 
     Attributes:
-        generator: None before the first call.
-        options: arguments that it was made with.
+        generator: the generator. None before the first call.
+        options: arguments with which the generator was made.
         draft: its draft model.
-        seen: `_state_of` target and draft when their weights were copied.
+        seen: result of `_state_of` for "target" and "draft" when their weights were copied last.
     """
 
     def __init__(self) -> None:
@@ -64,24 +66,25 @@ def generate(
     generator_options: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decodes in place of transformers' own loop; for the argument `custom_generate` of `model.generate`.
+    """Decodes instead of the loop in transformers. It is the value of the argument `custom_generate`.
 
     Args:
         model: a loaded model of transformers.
-        input_ids, logits_processor, stopping_criteria, generation_config: prepared by transformers' `generate`.
-        draft: a draft model, in any form that `FastSpecGenerator` takes. None: no draft model.
-        assistant_model: another name of `draft`, where transformers hands it on.
-        streamer: gets the new tokens, where transformers hands it on.
-        synced_gpus: True is refused.
-        generator_options: arguments of `FastSpecGenerator`. Default: the model's dtype and device; rows and tokens as
-            the call needs them, at least 512 tokens.
-        **model_kwargs: prepared by transformers' `generate`.
+        input_ids, logits_processor, stopping_criteria, generation_config: prepared by `generate` of transformers.
+        draft: the draft; see `FastSpecGenerator`. None: no draft.
+        assistant_model: another name of `draft`. None if transformers does not pass it on.
+        streamer: object that gets the new tokens. None if transformers does not pass it on.
+        synced_gpus: must be False.
+        generator_options: arguments of `FastSpecGenerator`. By default dtype and device are the model's, and
+            max_batch_size and max_length are enough for the call. max_length is at least 512 if the model allows it.
+        **model_kwargs: prepared by `generate` of transformers.
 
     Returns:
-        As `generate` of transformers without scores: ids [B, T + new], or an output with `return_dict_in_generate`.
+        What `generate` of transformers returns, without scores: ids [B, T + new], or with `return_dict_in_generate` an
+        output object.
 
     Raises:
-        UnsupportedOption: an option, a processor or a criterion that fastspec does not have; it is named.
+        UnsupportedOption: an option, a processor or a criterion that fastspec does not have. The message names it.
         ValueError, InvalidLogits: see `FastSpecGenerator.generate`.
     """
     if draft is not None and assistant_model is not None and draft is not assistant_model:
@@ -112,24 +115,33 @@ def generate(
 
 
 class _WithoutPrompt(BaseStreamer):
-    """A streamer that leaves out the prompt, which transformers has put already."""
+    """Streamer that passes tokens on to another one, without the prompt, which transformers has already put there.
+
+    Args:
+        streamer: the user's streamer.
+    """
 
     def __init__(self, streamer: BaseStreamer) -> None:
         self._streamer, self._begun = streamer, False
 
     def put(self, value: Tensor) -> None:
-        """Hands on new tokens."""
+        """Passes tokens on. The first call has the prompt, and is ignored."""
         if self._begun:
             self._streamer.put(value)
         self._begun = True
 
     def end(self) -> None:
-        """Ends the stream."""
+        """Ends the user's stream."""
         self._streamer.end()
 
 
 def _check_arguments(given: Mapping[str, Any], input_ids: Tensor) -> None:
-    """Refuses arguments of the model that change its text, and caches that hold something."""
+    """Refuses arguments for the model that would change its text, and caches that have tokens already.
+
+    Args:
+        given: arguments that `generate` of transformers prepared for the model.
+        input_ids: ids [B, T] of the prompts.
+    """
     for name in _CACHES:
         cache = given.get(name)
         if cache is not None and cache.get_seq_length() > 0:
@@ -153,7 +165,10 @@ def _check_lists(
     config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> None:
-    """Refuses processors and criteria that the options of the config do not make."""
+    """Refuses logits processors and stopping criteria of the user, which fastspec does not run.
+
+    Those that transformers itself makes from the config are accepted, because fastspec has the same options.
+    """
     own = model._get_logits_processor(
         generation_config=config,
         input_ids_seq_length=input_ids.shape[1],
@@ -166,7 +181,7 @@ def _check_lists(
     _compare(
         "logits_processor", processors, own, "logit_bias, allowed_token_ids and grammars of fastspec's own generate"
     )
-    if config.stop_strings is None:  # else transformers has found a tokenizer, and made the same criterion of it
+    if config.stop_strings is None:  # otherwise making the criterion again would need the user's tokenizer
         own = model._get_stopping_criteria(generation_config=config, stopping_criteria=StoppingCriteriaList())
         _compare("stopping_criteria", criteria, own, "eos_token_id or stop_strings")
 
@@ -179,12 +194,22 @@ def _compare(name: str, given: list[Any], own: list[Any], instead: str) -> None:
 
 
 def _described(part: Any) -> tuple[object, str]:
-    """The class of a processor or criterion, and its fields in words."""
+    """Returns the class of a processor or criterion, and its fields as text. Equal ones do the same."""
     return type(part), repr(sorted(vars(part).items(), key=lambda item: item[0]))
 
 
 def _generator_of(model: Any, draft: Any, rows: int, tokens: int, given: Mapping[str, Any] | None) -> FastSpecGenerator:
-    """Returns the generator that stays with the model: made now, used again, or made again with more room."""
+    """Returns the generator that is stored in an attribute of the model, with the present weights.
+
+    Makes a new one if there is none, or if it does not fit the call.
+
+    Args:
+        model: the target.
+        draft: the draft.
+        rows: number of prompts.
+        tokens: tokens of the longest prompt with its answer.
+        given: the user's arguments of `FastSpecGenerator`.
+    """
     kept: _Kept = vars(model).setdefault(_ATTRIBUTE, _Kept())
     asked = dict(given or {})
     made, options = kept.generator, kept.options
@@ -217,7 +242,10 @@ def _generator_of(model: Any, draft: Any, rows: int, tokens: int, given: Mapping
 
 
 def _state_of(module: Any) -> tuple[Any, ...]:
-    """Addresses of a live model's parameters, and counts of the changes in place that torch has seen."""
+    """Returns the address of each parameter of a live model, and torch's count of its changes in place.
+
+    If the result is the same later, the weights have not changed. () for a draft that is not a module.
+    """
     if not isinstance(module, nn.Module):
         return ()
     return tuple((each.data_ptr(), -1 if each.is_inference() else each._version) for each in module.parameters())

@@ -1,8 +1,8 @@
-"""Rollouts of TRL's GRPOTrainer by speculative decoding: `GRPOTrainer(..., rollout_func=rollout(draft))`.
+"""Generates the rollouts of TRL's GRPOTrainer with fastspec: `GRPOTrainer(..., rollout_func=rollout(draft))`.
 
-The first rollout makes a `FastSpecGenerator` of the trainer's model, which copies its weights. Before each later
-rollout the weights of a new optimizer step are copied to the same places. With verification="coupled", the default
-here, a text depends on its seed and not on the drafts, so training is the same with and without them.
+The first rollout makes a `FastSpecGenerator` from the trainer's model, which copies the weights. Before each later
+rollout, weights that an optimizer step has changed are copied again, in place. The default of `verification` is
+"coupled" here: a text depends on its seed, but not on the drafts. So training is the same with and without a draft.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastspec.inputs.row_options import derive_seed
 from fastspec.output import GenerateOutput
 from fastspec.sampling.rules import COUPLED
 
-_ROWS: Final = 64  # decoded at once, where the caller does not say
+_ROWS: Final = 64  # largest default of `max_batch_size`
 Rollouts = dict[str, list[Any]]
 
 
@@ -27,15 +27,16 @@ def rollout(draft: Any = None, **options: Any) -> Callable[[list[Any], Any], Rol
     """Makes a `rollout_func` for TRL's GRPOTrainer.
 
     Args:
-        draft: a draft model, as `FastSpecGenerator` takes it. It is not trained. None: no draft model.
-        **options: further arguments of `FastSpecGenerator`. Default: up to 64 rows at once, the model's dtype, as many
-            tokens a row as the prompts and max_completion_length need, and verification="coupled".
+        draft: the draft; see `FastSpecGenerator`. It is not trained. None: no draft.
+        **options: further arguments of `FastSpecGenerator`. By default max_batch_size is the number of prompts, up to
+            64, dtype is the model's, and verification is "coupled". max_length is enough for the prompts and
+            max_completion_length.
     """
     return _Rollouts(draft, options)
 
 
 class _Rollouts:
-    """A `rollout_func`, and the generator that it keeps.
+    """A `rollout_func` for TRL, with the generator that it uses in all calls.
 
     Args:
         draft, options: see `rollout`.
@@ -44,18 +45,18 @@ class _Rollouts:
     def __init__(self, draft: Any, options: dict[str, Any]) -> None:
         self._draft, self._options = draft, {"verification": COUPLED, **options}
         self._generator: FastSpecGenerator | None = None
-        self._step = -1  # of the weights that the generator has
+        self._step = -1  # optimizer step of the weights that the generator has
 
     def __call__(self, prompts: list[Any], trainer: Any) -> Rollouts:
-        """Continues every prompt once, with the options of the trainer's arguments.
+        """Continues every prompt once, with the sampling options of the trainer.
 
         Args:
-            prompts: texts or conversations; TRL repeats each as often as it wants completions of it.
-            trainer: a GRPOTrainer. Its step and its arguments' seed give the rows' seeds.
+            prompts: texts or conversations. TRL repeats each prompt as often as it wants completions.
+            trainer: a GRPOTrainer. Seeds are derived from its step and the seed in its arguments.
 
         Returns:
-            `prompt_ids`, `completion_ids` and `logprobs` of each row, as TRL wants them, and `weight_version`, the step
-            whose weights drew it. Log-probabilities are of the distribution that the row was sampled from.
+            Lists with an entry for each prompt: `prompt_ids`, `completion_ids`, `logprobs` under the distribution from
+            which tokens were sampled, and `weight_version`, the optimizer step of the weights.
 
         Raises:
             UnsupportedOption: the trainer samples with an option that `generate` does not have.
@@ -87,7 +88,13 @@ class _Rollouts:
         }
 
     def _current(self, trainer: Any, rows: int, tokens: int) -> FastSpecGenerator:
-        """Returns a generator with the trainer's present weights and room for such rows."""
+        """Returns a generator with the trainer's present weights. Makes a new one if prompts are too long for it.
+
+        Args:
+            trainer: the trainer.
+            rows: number of prompts.
+            tokens: tokens of the longest prompt with its completion.
+        """
         model, step = trainer.accelerator.unwrap_model(trainer.model), int(trainer.state.global_step)
         made = self._generator
         if made is not None and tokens > made.max_length and "max_length" not in self._options:
@@ -109,7 +116,7 @@ class _Rollouts:
 
 
 def _plain(model: Any) -> Any:
-    """A model of the same class and config with the same tensors, and without the wrappers that trainers put on it."""
+    """Returns a new model of the same class that shares the tensors, without hooks and wrappers of the trainer."""
     with torch.device("meta"):
         made = type(model)(copy.deepcopy(model.config))
     made.load_state_dict(model.state_dict(), assign=True)
@@ -121,7 +128,7 @@ def _plain(model: Any) -> Any:
 
 
 def _ids(tokenizer: Any, prompt: Any) -> list[int]:
-    """Token ids of a text, or of a conversation by the chat template."""
+    """Returns the token ids of a prompt: a text, or a conversation, which the chat template formats."""
     if isinstance(prompt, str):
         return list(tokenizer(prompt)["input_ids"])
     found = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=True, return_dict=True)
@@ -129,7 +136,7 @@ def _ids(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def _sampling(args: Any) -> dict[str, Any]:
-    """Options of `generate` for the arguments of a trainer."""
+    """Returns the sampling options in a trainer's arguments, as `FastSpecGenerator.generate` names them."""
     if args.generation_kwargs:
         raise UnsupportedOption(
             f"generation_kwargs={args.generation_kwargs!r} are options of the trainer's own loop; leave them out"

@@ -1,10 +1,10 @@
-"""Rollouts of verl's `BaseRollout` shape by fastspec: the methods and tensors that verl's own rollouts have.
+"""A class with the methods of verl's `BaseRollout`, which generates rollouts with fastspec.
 
     class Rollout(fastspec.integrations.verl.Rollout, BaseRollout): ...
 
-verl's `RolloutConfig` gives sizes and sampling. Its `engine_kwargs={"fastspec": {"draft": ..., ...}}` has a draft and
-further arguments of `FastSpecGenerator`. Verification is "coupled" unless it says otherwise: a text depends on its
-seed, not on the drafts. Needs nothing of verl itself: the methods take any objects with verl's fields.
+verl's `RolloutConfig` has sizes and sampling options. Its `engine_kwargs={"fastspec": {"draft": ..., ...}}` has the
+draft and further arguments of `FastSpecGenerator`. The default of `verification` is "coupled": a text depends on its
+seed, but not on the drafts. This module does not import verl. The methods take any objects with verl's fields.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from fastspec.sampling.rules import COUPLED
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"
 _SAMPLING = ("temperature", "top_k", "top_p", "repetition_penalty")
-_IGNORED = ("logprobs", "n")  # of sampling_params: log-probabilities always come, and a request has one answer
+# entries of sampling_params that are not read: log-probabilities are always returned, and a request has one answer
+_IGNORED = ("logprobs", "n")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """An answer, with the fields of verl's class of this name.
+    """One answer, with the fields of verl's class of this name.
 
     Attributes:
         token_ids: the new tokens.
-        log_probs: their log-probabilities under the distribution that they were sampled from.
-        stop_reason: "completed", or "aborted" by `abort_all_requests`.
-        routed_experts, num_preempted: None.
-        extra_fields: `weight_version`, the version of the weights that drew it.
+        log_probs: log-probabilities of the tokens under the distribution from which they were sampled.
+        stop_reason: "completed", or "aborted" if `abort_all_requests` ended the answer.
+        routed_experts, num_preempted: None, because fastspec does not report them.
+        extra_fields: has `weight_version`, the version of the weights that generated the answer.
     """
 
     token_ids: list[int]
@@ -49,15 +50,16 @@ class TokenOutput:
 
 
 class Rollout:
-    """A generator with the methods of verl's `BaseRollout` and of its servers.
+    """`FastSpecGenerator` with the methods of verl's `BaseRollout` and of verl's rollout servers.
 
     Args:
         config: verl's `RolloutConfig`, or an object or a dict with its fields.
-        model_config: verl's `HFModelConfig`: its `local_path` or `path` is the target.
-        device_mesh: verl's mesh. fastspec shares a model by `tensor_parallel` of `engine_kwargs` instead.
+        model_config: verl's `HFModelConfig`. Its `local_path` or `path` is the target.
+        device_mesh: verl's device mesh. It is stored but not used: `tensor_parallel` in `engine_kwargs` says how many
+            processes share the model.
 
     Raises:
-        UnsupportedOption: tensor_model_parallel_size is not that of `engine_kwargs`.
+        UnsupportedOption: tensor_model_parallel_size is not `tensor_parallel` of `engine_kwargs`.
     """
 
     def __init__(
@@ -77,14 +79,20 @@ class Rollout:
         options = {"verification": COUPLED, "dtype": _of(config, "dtype"), "progress": False, **sizes, **own}
         self.generator = FastSpecGenerator(target, options.pop("draft", None), **options)
         self._calls = 0
-        self._stale = False  # True if the weights of the last update were released
+        self._stale = False  # True if weights that an update brought were released, and no update followed
 
     async def resume(self, tags: list[str]) -> None:
-        """Takes memory again: weights with the next `update_weights`, and all of it with "kv_cache".
+        """Allocates the memory that `release` freed.
+
+        "kv_cache" brings back K/V and the weights of the checkpoint. "weights" alone does nothing yet, because the next
+        `update_weights` allocates the weights.
+
+        Args:
+            tags: some of "weights" and "kv_cache".
 
         Raises:
             ValueError: another tag.
-            RuntimeError: "kv_cache" while the weights of an earlier update are released.
+            RuntimeError: "kv_cache" after released weights that came from an update. `update_weights` must come first.
         """
         if others := set(tags) - {_WEIGHTS, _CACHE}:
             raise ValueError(f"tags are {_WEIGHTS} and {_CACHE}, got {sorted(others)}")
@@ -95,7 +103,7 @@ class Rollout:
         await asyncio.to_thread(self.generator.wake)
 
     async def release(self) -> None:
-        """Gives the memory of weights and K/V back. `update_weights` brings both again."""
+        """Frees the memory of weights and K/V. `update_weights` allocates both again."""
         if self.generator.asleep is None:
             await asyncio.to_thread(self.generator.sleep, 2)
             self._stale = self.generator.weight_version != 0
@@ -103,12 +111,12 @@ class Rollout:
     async def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], wire_format: str = "named_tensors", **kwargs: object
     ) -> None:
-        """Replaces the weights, between two requests. Requests that come meanwhile wait.
+        """Replaces the weights after running requests have ended. New requests wait until then.
 
         Args:
-            weights: (name, tensor) pairs, all of them after `release`.
-            wire_format: "named_tensors".
-            **kwargs: `global_steps` names the weights. `peft_config` is refused: merge adapters before.
+            weights: (name, tensor) pairs. After `release` every tensor of the model must be there.
+            wire_format: must be "named_tensors".
+            **kwargs: `global_steps` is the version of the weights. `peft_config` is refused: merge adapters first.
 
         Raises:
             UnsupportedOption: another wire format, or adapters.
@@ -135,15 +143,16 @@ class Rollout:
         self._stale = False
 
     def generate_sequences(self, prompts: Any) -> Any:
-        """Continues a batch, as verl's synchronous rollouts do.
+        """Continues the prompts of a batch, with the tensors of verl's synchronous rollouts.
 
         Args:
-            prompts: a `DataProto` whose batch has input_ids and attention_mask int64 [B, P], left-padded. meta_info has
-                eos_token_id and pad_token_id, and may have do_sample, temperature, top_k, top_p and response_length.
+            prompts: a `DataProto` whose batch has input_ids and attention_mask int64 [B, P], left-padded. Its meta_info
+                has eos_token_id and pad_token_id. It may have do_sample, temperature, top_k, top_p,
+                repetition_penalty and response_length. Otherwise the config's values are used.
 
         Returns:
             A `DataProto` with prompts [B, P], responses [B, R], input_ids, attention_mask and position_ids [B, P + R],
-            and rollout_log_probs fp32 [B, R]; R is response_length.
+            and rollout_log_probs fp32 [B, R]. R is response_length, and responses are right-padded.
         """
         batch, told = prompts.batch, prompts.meta_info
         ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -178,17 +187,17 @@ class Rollout:
     async def generate(
         self, prompt_ids: list[int], sampling_params: Mapping[str, Any], request_id: str = "", **kwargs: object
     ) -> TokenOutput:
-        """Continues one prompt beside others.
+        """Continues one prompt. Several requests may run at the same time.
 
         Args:
-            prompt_ids: token ids.
-            sampling_params: temperature, top_k (-1: all), top_p, repetition_penalty, max_tokens or max_new_tokens, stop
-                ids as stop_token_ids.
-            request_id: gives the seed, if sampling_params has none.
-            **kwargs: images and the like, which are refused.
+            prompt_ids: token ids of the prompt.
+            sampling_params: temperature, top_k (-1: all), top_p, repetition_penalty, max_tokens or max_new_tokens,
+                stop_token_ids, seed, and further options of `FastSpecGenerator.submit`.
+            request_id: name of the request. The seed is derived from it if sampling_params has no seed.
+            **kwargs: other inputs of verl, such as images. Any that is not empty is refused.
 
         Raises:
-            UnsupportedOption: an option that `generate` does not have.
+            UnsupportedOption: an input other than token ids, or an option that `submit` does not have.
         """
         if given := [name for name, value in kwargs.items() if value]:
             raise UnsupportedOption(f"{given[0]} is not supported: prompts are token ids alone")
@@ -217,25 +226,28 @@ class Rollout:
         await self.resume([_WEIGHTS, _CACHE])
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Ends all answers with the tokens that they have, and lets new requests wait for `resume_generation`.
+        """Ends all running answers with the tokens so far. New requests wait until `resume_generation` is called.
+
+        Args:
+            reject_request: must be False, because new requests wait here and are not rejected.
 
         Raises:
-            UnsupportedOption: reject_request, because requests wait here.
+            UnsupportedOption: `reject_request` is True.
         """
         if reject_request:
             raise UnsupportedOption("reject_request is not supported: requests wait for resume_generation()")
         await asyncio.to_thread(self.generator.pause, abort=True)
 
     async def resume_generation(self) -> None:
-        """Lets the waiting requests go on."""
+        """Starts the requests that wait since `abort_all_requests`."""
         self.generator.resume()
 
     async def clear_kv_cache(self) -> None:
-        """Drops K/V and states of earlier prompts."""
+        """Empties the prefix cache, which has K/V and recurrent states of earlier prompts."""
         await asyncio.to_thread(self.generator.reset_prefix_cache)
 
     def _sampling(self, told: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns options of `generate` by `meta_info`, and else by the config."""
+        """Returns options for `FastSpecGenerator.generate`, from `told` (a batch's meta_info) or from the config."""
         sampled = told.get("do_sample", _of(self.config, "do_sample"))
         if sampled is not None and not sampled:
             return {"do_sample": False}
@@ -243,29 +255,32 @@ class Rollout:
         return _plain(found)
 
     def _seeds(self, rows: int) -> list[int]:
-        """Returns a seed for each row, by the config's seed and the number of the call."""
+        """Returns a seed for each row. It depends on the config's seed and on the number of earlier calls."""
         self._calls += 1
         base = derive_seed(int(_of(self.config, "seed") or 0), self._calls, 0)
         return [derive_seed(base, row, 0) for row in range(rows)]
 
     def _seed_of(self, request: str) -> int:
-        """Returns the seed of a request."""
+        """Returns the seed of a request. It depends on the config's seed and on the end of the request's name."""
         number = int.from_bytes(request.encode()[-8:], "little") if request else self._seeds(1)[0]
         return derive_seed(int(_of(self.config, "seed") or 0), number, 1)
 
 
 def padded(rows: list[list[Any]], width: int, fill: float, like: Tensor) -> Tensor:
-    """Returns rows as a tensor [B, width] of the dtype and device of `like`, padded on the right."""
+    """Makes a tensor [B, width] from B lists, padded on the right with `fill`.
+
+    It has the dtype and device of `like`.
+    """
     return torch.tensor([[*row, *[fill] * (width - len(row))] for row in rows], dtype=like.dtype, device=like.device)
 
 
 def _plain(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns sampling options of `generate`; verl writes top_k = -1 for all ids."""
+    """Converts verl's sampling options to those of `FastSpecGenerator.generate`. verl's top_k of -1 becomes 0: all."""
     found = {name: value for name, value in asked.items() if value is not None}
     found["top_k"] = max(0, int(found.get("top_k", 0)))
     return {"do_sample": True, **found}
 
 
 def _of(config: Any, name: str) -> Any:
-    """Returns a field of a config, or None."""
+    """Returns a field of a config that is a mapping or an object. None if there is no such field."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
