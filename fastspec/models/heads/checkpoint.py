@@ -40,8 +40,8 @@ class HeadCheckpoint:
         spec: type and sizes of the head.
         directory: local directory with the files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head. None: the ids are equal.
-        sample: token ids of a short text. The possible meanings of the head's config (`HeadSpec.readings`) are compared
-            with it. Empty if there is one.
+        sample: token ids of a short text. With it the possible meanings of the head's config (`HeadSpec.readings`) are
+            compared. Empty if there is only one meaning.
         source: the target, if its checkpoint contains the head. None: the head has its own checkpoint.
         rows_of: the target, if the user chose which ids a head with its own checkpoint drafts. The matrices that give
             logits then consist of some rows of the stored matrix, which is the head's or the target's. None: the user
@@ -69,12 +69,12 @@ class HeadCheckpoint:
     count: HeadCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Returns the bytes of the head's weights and id tables on a device, with activations of `dtype`."""
+        """Returns the bytes of the draft head's weights and id tables on a device, with activations of `dtype`."""
         return self.count(self, dtype, device, ops)
 
 
 class HeadTensors(RenamedTensors):
-    """Tensors in the directory of a head, by their `plain_name`.
+    """Tensors in the directory of a draft head, by their `plain_name`.
 
     Args:
         directory: local directory with safetensors files.
@@ -100,7 +100,7 @@ def refuse_pickled(directory: Path) -> None:
     """Refuses a directory that has pickled weights and no safetensors, like some early published heads.
 
     Raises:
-        CheckpointError: it has. The message has the command that converts them.
+        CheckpointError: there are only pickled weights. The message has the command that converts them.
     """
     if not (directory / PICKLED).is_file() or any((directory / name).is_file() for name in (SINGLE, INDEX)):
         return
@@ -120,7 +120,7 @@ def conversion(directory: Path | str) -> str:
 
 
 def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
-    """Checks that the stored tensors of a head are those that its spec wants, before anything is allocated.
+    """Checks that the stored tensors of a draft head are those that its spec wants, before anything is allocated.
 
     Args:
         tensors: stored tensors, by `plain_name`.
@@ -153,7 +153,7 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
 
 
 def target_ids(tensors: TensorSource, spec: HeadSpec) -> Tensor | None:
-    """Reads the table that maps the head's token ids to the target's: int64 [vocab_size] on the CPU.
+    """Reads the table that maps the draft head's token ids to the target's: int64 [vocab_size] on the CPU.
 
     The stored tensor `d2t` has the differences between the two. None if all ids are equal.
 
@@ -194,7 +194,7 @@ def naming(what: str) -> Iterator[None]:
 
 
 def sizes_of(target: Checkpoint) -> TargetSizes:
-    """Returns the sizes of a target model that a head needs.
+    """Returns the sizes of a target model that a draft head needs.
 
     Raises:
         UnsupportedModel: transformers' module of the target is run, and its layers are not in one list.

@@ -34,7 +34,7 @@ _READ: Final = (
 
 
 def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
-    """Returns the config of a head's layers. In the layout of speculators it is an object inside of the config.
+    """Returns the config of a draft head's layers. In the layout of speculators it is an object inside of the config.
 
     In other layouts it is the config itself.
 
@@ -43,7 +43,7 @@ def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
         where: path of the file, for messages.
 
     Raises:
-        CheckpointError: it is not an object.
+        CheckpointError: the value is not an object.
     """
     inner = raw.get(INNER, raw)
     if not isinstance(inner, Mapping):
@@ -80,7 +80,7 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, target: TargetSizes) -> bool:
-    """Returns True if a head's own embedding is also its output matrix, according to its `tie_word_embeddings`.
+    """Returns True if a draft head's own embedding is also its output matrix, according to its `tie_word_embeddings`.
 
     False if an output matrix is stored: it is used, whatever the flag says. The same flag in the object
     `transformer_layer_config` is the target's, and is not read.
@@ -92,7 +92,8 @@ def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, targ
         target: sizes of the target.
 
     Raises:
-        CheckpointError: the flag is neither true nor false, or the embedding has more rows than the head drafts ids.
+        CheckpointError: the flag is neither true nor false. Or the head drafts fewer ids than its embedding has rows,
+            so that an output matrix is missing.
     """
     if not flag(raw, "tie_word_embeddings") or "lm_head.weight" in names or "embed_tokens.weight" not in names:
         return False
@@ -157,7 +158,7 @@ def ids_of(value: object, name: str) -> tuple[int, ...] | None:
 
 
 def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int, target: TargetSizes) -> ModelSpec:
-    """Makes the spec of a head's decoder layers.
+    """Makes the spec of a draft head's decoder layers.
 
     They are layers of Llama, or layers of Qwen3 if there are norms of queries and keys.
 
@@ -229,7 +230,7 @@ def _plans(
 
 
 def check_verifier(raw: Mapping[str, Any], target: TargetSizes, architectures: Sequence[str]) -> None:
-    """Refuses a head whose config says that it was trained with a target of another architecture.
+    """Refuses a draft head whose config says that it was trained with a target of another architecture.
 
     The config names that target by its Hub id. The given target may be in a directory of any name, so names cannot be
     compared. Architectures are compared, if the config has them. Sizes are compared elsewhere, with the tensors.

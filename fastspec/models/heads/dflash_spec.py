@@ -95,7 +95,7 @@ class DFlashSpec(HeadSpec):
         return found | ({"sinks": tuple(map(SINKS.format, range(self.num_layers)))} if self.sinks else {})
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the head's own weights in `dtype`.
+        """Returns the bytes of the draft head's own weights in `dtype`.
 
         The k and v projections count twice, because they are in a layer's weights and in the joined matrix.
         """
@@ -221,7 +221,7 @@ class BlockSettings:
 
 
 def _readings(settings: BlockSettings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
-    """Returns the boundaries of the target that the head reads, as the only entry of a tuple.
+    """Returns the boundaries of the target that the draft head reads, as the only entry of a tuple.
 
     There is one possible meaning, because all engines agree. Numbers in z-lab's configs are layers whose output is
     read. Numbers in speculators' configs are boundaries.
@@ -253,7 +253,7 @@ def _mask_id(settings: BlockSettings, vocab: int) -> int:
 
 
 def _mask_file(directory: Path) -> Path | None:
-    """Returns the file in a head's directory that has the embedding of masks. None if there is no such file.
+    """Returns the file in a draft head's directory that has the embedding of masks. None if there is no such file.
 
     Raises:
         CheckpointError: the file is pickled. The message has the command that converts it.
@@ -284,7 +284,7 @@ def _attention(
     causal sees one more key.
 
     Args:
-        settings: settings of the head.
+        settings: settings of the draft head.
         inner: config of its layers.
         layers: number of its layers.
         ours: True for the layout of speculators.
@@ -313,7 +313,7 @@ def _attention(
 
 
 def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, own_head: bool) -> None:
-    """Refuses a head that lacks its embedding or output matrix, if the target's matrix has another shape.
+    """Refuses a draft head that lacks its embedding or output matrix, if the target's matrix has another shape.
 
     Args:
         decoder: spec of the head's layers.

@@ -152,7 +152,7 @@ def eagle3_spec(
 
 
 def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) -> dict[str, bool]:
-    """Returns the flags of `Eagle3Spec` that are found in a head's config or follow from its tensors.
+    """Returns the flags of `Eagle3Spec` that are found in a draft head's config or follow from its tensors.
 
     A missing flag is false, as in the engine for which the layout was made. `norm_before_residual` is a flag of
     speculators and of vLLM. SGLang has no such flag, and its arithmetic is that for false.
@@ -179,7 +179,7 @@ def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) ->
 def _check_target(
     raw: Mapping[str, Any], inner: Mapping[str, Any], infos: Mapping[str, TensorInfo], target: TargetSizes
 ) -> None:
-    """Refuses a head whose sizes show that it was made for another target."""
+    """Refuses a draft head whose sizes show that it was made for another target."""
     hidden = raw.get("target_hidden_size")
     vocab = infos["t2d"].shape[0] if "t2d" in infos else inner.get("vocab_size")
     for name, got, wanted in (("hidden_size", hidden, target.hidden_size), ("vocab_size", vocab, target.vocab_size)):
@@ -191,7 +191,7 @@ def _check_target(
 
 
 def _inputs(infos: Mapping[str, TensorInfo], target: TargetSizes, decoder: ModelSpec) -> int:
-    """Returns the number of the target's hidden states that a head reads at each position.
+    """Returns the number of the target's hidden states that a draft head reads at each position.
 
     It follows from the width of `fc.weight`. Without this tensor it is 1.
 
@@ -246,7 +246,7 @@ def _readings(
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses a head that lacks its embedding or output matrix, if the target's matrix does not fit it."""
+    """Refuses a draft head that lacks its embedding or output matrix, if the target's matrix does not fit it."""
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(

@@ -67,7 +67,7 @@ class DraftFiles:
     """Local files of the user's `draft`, as far as `draft_files` looked for them.
 
     Attributes:
-        head: directory, config and type of the head. None: the draft is not a head.
+        head: directory, config and type of the draft head. None: the draft is not a head.
         fetched: local directory to which the files of a Hub id were downloaded, so that they are not downloaded again.
             None: the draft is not a Hub id.
     """
@@ -118,7 +118,7 @@ def _fetched(source: str, revision: str | None) -> Path:
     says: list[bool] = []
 
     def check(directory: Path) -> None:
-        """Refuses files that are neither a head nor a supported model, before the weights are downloaded."""
+        """Refuses files that are neither a draft head nor a supported model, before the weights are downloaded."""
         raw = read_json(directory / CONFIG) if (directory / CONFIG).is_file() else {}
         says.append(says_head(raw))
         if not says[-1]:
@@ -139,7 +139,7 @@ def resolve_head(
     feature_layers: Sequence[int] | None,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
-    """Makes the checkpoint of the head that `draft_files` has found, and checks it against its target.
+    """Makes the checkpoint of the draft head that `draft_files` has found, and checks it against its target.
 
     Allocates no memory for weights.
 
@@ -197,7 +197,7 @@ def _architectures(target: Checkpoint) -> tuple[str, ...]:
 
 
 def _with_vocab(head: HeadCheckpoint, own: HeadTensors, target: Checkpoint, vocab: Sequence[int]) -> HeadCheckpoint:
-    """Returns the checkpoint of a head with a reduced vocabulary: it drafts only the ids in `vocab`.
+    """Returns the checkpoint of a draft head with a reduced vocabulary: it drafts only the ids in `vocab`.
 
     Args:
         head: the head with its whole vocabulary.
@@ -242,7 +242,7 @@ def resolve_mtp(
 
     Raises:
         CheckpointError: the checkpoint has no MTP layer, or some of their tensors are missing.
-        UnsupportedModel: the target is hosted, or has dense layers but an MTP layer with experts.
+        UnsupportedModel: the target runs as a module of transformers, or has dense layers but an MTP layer with experts.
         UnsupportedOption: an option that an MTP layer does not support, or a live module as target.
         ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
     """
@@ -277,7 +277,10 @@ def resolve_mtp(
 
 
 def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
-    """Returns token ids of a short text. With them the readings of a head's config are compared. () for one reading."""
+    """Returns token ids of a short text, with which the readings of a draft head's config are compared.
+
+    () if there is only one reading; see `HeadSpec.readings`.
+    """
     if len(spec.readings) < 2:
         return ()
     tokenizer = load_tokenizer(target)

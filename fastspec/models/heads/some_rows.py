@@ -32,7 +32,7 @@ Place = tuple["TensorSource", str]
 
 
 class WithSomeRows(WrappedSource):
-    """Tensors of a head. Some of them consist of chosen rows of other tensors.
+    """Tensors of a draft head. Some of them consist of chosen rows of other tensors.
 
     Args:
         own: tensors of the head.
@@ -95,7 +95,7 @@ def output_rows(target: Checkpoint) -> Place:
 
 
 def places_of(own: TensorSource, spec: HeadSpec, target: Checkpoint) -> dict[str, Place]:
-    """Returns the locations of the matrices with one row for each id that a head drafts, by name.
+    """Returns the locations of the matrices with one row for each id that a draft head drafts, by name.
 
     Args:
         own: tensors of the head's checkpoint.
@@ -119,7 +119,7 @@ def places_of(own: TensorSource, spec: HeadSpec, target: Checkpoint) -> dict[str
 
 
 def with_vocab(spec: Spec, ids: Tensor) -> Spec:
-    """Returns the spec of a head with a reduced vocabulary.
+    """Returns the spec of a draft head with a reduced vocabulary.
 
     Args:
         spec: spec of the head.

@@ -88,7 +88,7 @@ _OLD_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """Type of a head, and the layout of its checkpoint: who chose the names of its tensors and config fields."""
+    """Type of a draft head, and the layout of its checkpoint: who chose the names of its tensors and config fields."""
 
     kind: HeadKind
     layout: Layout
@@ -100,7 +100,7 @@ class Recognised:
 
 
 def plain_name(stored: str) -> str:
-    """Converts the stored name of a head's tensor to the name in this package, which is the same for all layouts."""
+    """Converts the stored name of a draft head's tensor to the name in this package, which all layouts share."""
     for old, new in _PREFIXES:
         if stored.startswith(old):
             stored = new + stored.removeprefix(old)
@@ -198,7 +198,7 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
     Args:
         asked: boundaries of the target; boundary b is the hidden state after b layers.
         layers: number of the target's layers.
-        count: number of hidden states per position that the head's tensors take. None: any number.
+        count: number of hidden states per position that the draft head's tensors take. None: any number.
 
     Raises:
         ValueError: the target has no such boundary, or there are more or fewer than `count`.
@@ -217,7 +217,7 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
 
 
 def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[int] = ()) -> tuple[Reading, ...]:
-    """Converts the layer numbers of a head's config to boundaries of the target, in each way that engines convert them.
+    """Converts the layer numbers of a draft head's config to boundaries of the target, in each way that engines do it.
 
     Args:
         ids: layer numbers in the config.
@@ -338,7 +338,7 @@ class HeadSpec:
 
     @property
     def max_drafts(self) -> int | None:
-        """Largest number of draft tokens that the head makes in a step. None: any number."""
+        """Largest number of draft tokens that the draft head makes in a step. None: any number."""
         return None
 
     @property
@@ -348,7 +348,7 @@ class HeadSpec:
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of tensors that checkpoints of this type of head may contain, and that are not read."""
+        """Names of tensors that checkpoints of this type of draft head may contain, and that are not read."""
         return ()
 
     @property
@@ -358,12 +358,12 @@ class HeadSpec:
 
     @property
     def feature_layers(self) -> int:
-        """Number of the target's hidden states that the head reads at each position."""
+        """Number of the target's hidden states that the draft head reads at each position."""
         return len(self.readings[0])
 
     @property
     def family(self) -> str:
-        """Type and layout of the head in a few words, for messages and `explain()`."""
+        """Type and layout of the draft head in a few words, for messages and `explain()`."""
         return str(self.found)
 
     @property
@@ -373,17 +373,17 @@ class HeadSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the head's logits. It may be less than the target's."""
+        """Width of the draft head's logits. It may be less than the target's."""
         return self.decoder.vocab_size
 
     @property
     def max_length(self) -> int:
-        """The target's context length. A length in a head's config is only that of its training texts."""
+        """The target's context length. A length in a draft head's config is only that of its training texts."""
         return self.target.max_length
 
     @property
     def num_layers(self) -> int:
-        """Number of the head's decoder layers."""
+        """Number of the draft head's decoder layers."""
         return self.decoder.num_layers
 
     @property
@@ -393,7 +393,7 @@ class HeadSpec:
 
     @property
     def hosting(self) -> str:
-        """Empty, because this package's decoder runs the head."""
+        """Empty, because this package's decoder runs the draft head."""
         return ""
 
     @property
@@ -418,7 +418,7 @@ class HeadSpec:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of the head's residual stream at one position."""
+        """Elements of the draft head's residual stream at one position."""
         return self.decoder.hidden_size
 
     @property
@@ -436,9 +436,9 @@ class HeadSpec:
         return self.decoder.rotary_bytes(positions)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """Returns 0, because a head has no recurrent state."""
+        """Returns 0, because a draft head has no recurrent state."""
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the head's own weights in `dtype`. Weights shared with the target are not counted."""
+        """Returns the bytes of the draft head's weights in `dtype`. Weights shared with the target are not counted."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.tensors.values())

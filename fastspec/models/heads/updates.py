@@ -30,8 +30,8 @@ def checked_head_update(values: NewWeights, weights: PendingHead) -> WeightUpdat
         weights: weights of the head.
 
     Raises:
-        CheckpointError: a tensor is missing or unknown, or has another shape or quantised format than the loaded one.
-            Or the table `d2t` of ids differs.
+        CheckpointError: a tensor is missing or unknown, has another shape or quantised format than the loaded one, or
+            the id table `d2t` differs.
         UnsupportedOption: the head was made with `draft_vocab`.
     """
     checkpoint, loader = weights.checkpoint, weights.loader
@@ -79,7 +79,7 @@ def _of_directory(directory: Path, checkpoint: HeadCheckpoint) -> TensorSource:
 
 
 def _names(given: GivenTensors, checkpoint: HeadCheckpoint) -> dict[str, str]:
-    """Maps the names of the head's tensors in this package to the names of the given tensors."""
+    """Maps the names of the draft head's tensors in this package to the names of the given tensors."""
     if checkpoint.source is None:
         return {plain_name(name): name for name in given.infos()}
     found = find_mtp(given.infos().keys(), checkpoint.source.native.num_layers)

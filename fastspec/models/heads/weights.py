@@ -39,19 +39,19 @@ class HeadWeights:
     others: dict[str, Weight | Tensor]
 
     def matrix(self, name: str) -> Weight | None:
-        """Returns the matrix `name` of `others`. None if the head has none of this name."""
+        """Returns the matrix `name` of `others`. None if there is none of this name."""
         found = self.others.get(name)
         return found if isinstance(found, Weight) else None
 
     def vector(self, name: str) -> Tensor | None:
-        """Returns the tensor `name` of `others`, such as a norm or a bias. None if the head has none of this name."""
+        """Returns the tensor `name` of `others`, such as a norm or a bias. None if there is none of this name."""
         found = self.others.get(name)
         return found if isinstance(found, Tensor) else None
 
 
 @dataclass(frozen=True, slots=True)
 class PendingHead:
-    """Weights of a head that are allocated but not filled yet. For the attributes see `PendingWeights`."""
+    """Weights of a draft head that are allocated but not filled yet. For the attributes see `PendingWeights`."""
 
     weights: HeadWeights
     fill: Callable[[], None]
@@ -69,7 +69,7 @@ def allocate_head(
     ops: Ops,
     progress: bool = True,
 ) -> PendingHead:
-    """Allocates the weights of a head in `dtype` on `device`.
+    """Allocates the weights of a draft head in `dtype` on `device`.
 
     If the head has no embedding or output matrix, the target's tensor is used, without a copy. The head's own matrices
     are rounded to the format `checkpoint.rounded`, except the embedding. The output matrix is rounded to at least 8
@@ -83,7 +83,7 @@ def allocate_head(
         progress: True to show a progress bar.
 
     Raises:
-        CheckpointError: raised by `fill`, as for a model.
+        CheckpointError: the files cannot be read, or a value does not fit in `dtype`. Only `fill` raises it.
     """
     spec, source = checkpoint.spec, _source_of(checkpoint)
     total = spec.weight_bytes(dtype)
@@ -100,7 +100,7 @@ def allocate_head(
 
 
 def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Returns the bytes that a head's own weights need on a device. Allocates nothing and reads no values.
+    """Returns the bytes that a draft head's own weights need on a device. Allocates nothing and reads no values.
 
     If the head drafts only some of the target's ids, the tables that map its ids are included.
 
