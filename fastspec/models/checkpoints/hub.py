@@ -87,7 +87,8 @@ def download_file(repo: str, file: str, revision: str | None) -> Path:
     except (OSError, ValueError, http_error) as error:
         said = " ".join(str(error).split()).rstrip(".")
         raise CheckpointError(
-            f"{file!r} of {repo!r} could not be had from the Hub: {said}; {_way_out(repo, error)}, or pass a local file"
+            f"{file!r} of {repo!r} could not be downloaded from the Hub: {said}; {_way_out(repo, error)}, or pass a "
+            "local file"
         ) from error
 
 

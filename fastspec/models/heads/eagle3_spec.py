@@ -230,8 +230,8 @@ def _readings(
         ids, written = default_boundaries(target.layers), True
         if min(ids) < 0 or len(ids) != count:
             raise CheckpointError(
-                f"the head names no layers, and reads {count} of a target with {target.layers}: say which, with "
-                "feature_layers="
+                f"the head's config does not name the {count} layers that it reads of a target with {target.layers} "
+                "layers: name them with feature_layers="
             )
     else:
         written = found.layout == "speculators"

@@ -176,7 +176,7 @@ class Eagle3(HeadDecoder):
         Writes K and V of all layers to the cache.
 
         Args:
-            g: [B, Q, hidden], from `condense` or `feature`.
+            g: [B, Q, hidden], the hidden states from `condense` or `feature`.
             rows: positions of g. Their ids are the tokens one position later.
         """
         x, qkv = self._upto_last(g, rows)
@@ -205,7 +205,11 @@ class Eagle3(HeadDecoder):
         return self._resumed(made, rows)
 
     def feature(self, x: Tensor) -> Tensor:
-        """Returns g [B, Q, hidden] for the next position, from the result x of `drafted`."""
+        """Returns the hidden states g [B, Q, hidden] that `drafted` reads at the next position.
+
+        At positions of drafts there are no hidden states of the target. The head's own output x of `drafted` replaces
+        them.
+        """
         return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
 
     def _upto_last(self, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
@@ -299,8 +303,8 @@ class Mtp(HeadDecoder):
         Writes K and V of the layer to the cache.
 
         Args:
-            g: [B, Q, hidden], from `condense` or `feature`. For a later layer the result of `drafted` for the layer
-                before.
+            g: [B, Q, hidden], the hidden states from `condense` or `feature`. For a layer after the first, the result
+                of `drafted` for the layer before.
             rows: positions of g. Their ids are the tokens 1 + index positions later.
             index: number of the layer.
         """
@@ -333,7 +337,7 @@ class Mtp(HeadDecoder):
         return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
 
     def feature(self, x: Tensor) -> Tensor:
-        """Returns x, the result of `drafted`: here it is g of the next position."""
+        """Returns x, the result of `drafted`, unchanged. At the next position `drafted` reads it as g."""
         return x
 
     def _entered(self, index: int, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:

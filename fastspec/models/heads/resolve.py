@@ -242,7 +242,7 @@ def resolve_mtp(
 
     Raises:
         CheckpointError: the checkpoint has no MTP layer, or some of their tensors are missing.
-        UnsupportedModel: the target runs as a module of transformers, or has dense layers but an MTP layer with experts.
+        UnsupportedModel: the target runs as transformers' module, or has dense layers but an MTP layer with experts.
         UnsupportedOption: an option that an MTP layer does not support, or a live module as target.
         ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
     """

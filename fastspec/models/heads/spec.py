@@ -57,13 +57,13 @@ LAYOUTS: Final[Mapping[Layout, str]] = {
 SPECULATORS: Final = "speculators_model_type"
 
 SUPPORTED: Final = (
-    "supported heads: EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark, each in its first layout and in that of "
+    "supported heads: EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark, each in the layout of its authors and in that of "
     "speculators, and the assistants of Gemma 4"
 )
 
 _WITHIN: Final = (
-    "an MTP layer drafts for the model in whose checkpoint it lies: give that checkpoint as target, with draft='mtp'; "
-    "put the layer's tensors into the target's directory where they lie apart"
+    "an MTP layer drafts for the model whose checkpoint contains it: give that checkpoint as target, with draft='mtp'; "
+    "put the layer's tensors into the target's directory if they are stored elsewhere"
 )
 # config keys and tensors that only related types of drafters have
 _RELATIVES_BY_KEY: Final = {

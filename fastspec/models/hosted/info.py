@@ -303,9 +303,9 @@ def _refuse_config(config: Any) -> None:
             continue
         if type(short) is not int or type(long) is not int or short < long:
             raise UnsupportedModel(
-                f"rope_type='longrope' rotates all rows otherwise where one is longer than {short} tokens, so a row "
-                f"would depend on its neighbours; wanted max_position_embeddings={long} to be at most that: for short "
-                "texts it may be made so in config.json"
+                f"rope_type='longrope' rotates all rows in another way if one of them is longer than {short} tokens, "
+                f"so a row would depend on its neighbours; wanted max_position_embeddings={long} to be at most "
+                f"{short}: for short texts, lower it in config.json"
             )
 
 

@@ -97,7 +97,7 @@ def probe(module: nn.Module) -> Probed:
     if not kind._can_set_attn_implementation():
         raise UnsupportedModel("its attention does not go through transformers' AttentionInterface")
     if base is module or module.get_output_embeddings() is None:  # type: ignore[operator]
-        raise UnsupportedModel("it has no base model and head beside each other")
+        raise UnsupportedModel("it does not consist of a base model and a separate head")
     parameters = inspect.signature(base.forward).parameters
     named = [name for name in ("cache", "past_key_values") if name in parameters]
     if "position_ids" not in parameters or not named:
