@@ -217,10 +217,12 @@ class Embedding(nn.Module):
 class FixedShapes(TorchFunctionMode):
     """Replaces torch functions that modules of transformers call, while it is active.
 
-    Matrix products and reductions get shapes that do not depend on the number of rows, so that a row has the same bits
-    in every pass. Copies from the host to the device are replaced, because a CUDA graph cannot capture them. For a
-    single number a kernel writes it. Other values are copied once and stay on the device. They are the same in every
-    pass, because no pass reads data of the device on the host.
+    If `tiling.rows` is set, matrix products and reductions get shapes that do not depend on the number of rows. So a
+    row has the same bits in every pass.
+
+    Copies from the host to the device are replaced, because a CUDA graph cannot capture them. A single number is
+    written by a kernel instead. Other values are copied once and stay on the device. They are the same in every pass,
+    because no pass reads data of the device on the host.
 
     Args:
         running: the hosted model.
@@ -442,7 +444,7 @@ def _chosen_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 
 def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
-    """Computes expert `expert[i]` of row i of x [P, hidden], for every row. Returns [P, hidden]."""
+    """Computes the MLP of expert `expert[i]` for row i of x [P, hidden]. Returns [P, hidden]."""
 
     def product(x: Tensor, stack: Tensor, bias: Tensor | None) -> Tensor:
         chosen = stack[expert]
