@@ -1,11 +1,11 @@
-"""Ops for passes that torch.compile compiles as one graph, and functions that are compiled once per set of shapes.
+"""Ops for models whose forward pass torch.compile compiles as one graph, and `PerShape`, which compiles per shape.
 
-Norms, activations, products and the largest logit are the torch definitions of `reference`. The compiler fuses the
-operations around a product, and calls cuBLAS for the product. Attention is one kernel, registered as
-`fastspec::attend`. That op declares which tensors it writes, so it breaks no graph and no cache is copied. Ops outside
-of a model's passes are not compiled.
+Norms, activations, matrix products and the argmax of logits are the torch definitions of `reference`. The compiler
+fuses the operations around a matrix product, and calls cuBLAS for the product. Attention is one kernel, registered as
+the custom op `fastspec::attend`. That op declares which tensors it writes. So it causes no graph break, and the KV
+cache is not copied. Ops outside of a model's forward pass are not compiled.
 
-The compiler chooses kernels by shape, and fuses in fp32. So a row's bits depend on the number of rows in the pass.
+The compiler chooses kernels by shape, and fuses in fp32. So a row's bits depend on the number of rows in the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fastspec.shapes import KEY_BLOCK, AttentionRule
 
 INDUCTOR = "inductor"
 MAX_QUERIES = 17  # largest number of tokens of a row in a step's pass: max_drafts + 1
-# ops that are not part of a compiled pass
+# ops that are not part of a compiled forward pass
 OUTSIDE = (
     *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "processed_logits", "commit", "publish"),
     "record_logprobs",
@@ -39,7 +39,13 @@ OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work area of one model's attention; the fields are those of `dispatch.AttendWork`. Unused tensors are empty."""
+    """Scratch memory for the attention kernels of one model. Without kernels all tensors are empty.
+
+    Attributes:
+        split_keys: number of keys of one split of split-K decoding.
+        counters: int32, zero between launches: splits of a tile that have ended.
+        partials: fp32 partial sums of the splits.
+    """
 
     split_keys: int
     counters: Tensor
@@ -64,15 +70,16 @@ def attend_op(
     sizes: Sequence[int],
     factors: Sequence[float],
 ) -> Tensor:
-    """Registers `reference.attend` as an op of torch. It has no `num_blocks`, which would be compiled as a constant.
+    """Computes a layer's attention over its paged KV cache, as a torch op with the results of `reference.attend`.
 
-    On CUDA a launch covers the whole table, and the kernels find the newest position themselves. On other devices the
-    newest position is read from the tensor.
+    `AttendCall.num_blocks` is no argument, because torch.compile would keep it as a constant of the graph. On CUDA a
+    launch covers the whole block table, and the kernels read the newest position. On other devices this function reads
+    it from `positions`.
 
     Args:
-        sizes: query heads, window, keys of a split. Window 0: none.
-        factors: scale of scores, softcap, epsilon of the norms. Softcap 0: none.
-        others: the fields of `AttendCall`, and the tensors of `Work`.
+        sizes: number of query heads, window in tokens (0: none), and `Work.split_keys`.
+        factors: scale of scores, softcap (0: none), and epsilon of the norms of query and key heads.
+        others: see the attributes of `AttendCall` and of `Work` with these names.
     """
     (num_heads, window, split_keys), (scale, softcap, eps) = sizes, factors
     on_cuda = qkv.device.type == "cuda"
@@ -99,12 +106,13 @@ def _attend_shape(qkv: Tensor, *tensors: Any) -> Tensor:
 
 
 class CompiledOps(Ops):
-    """Torch definitions for the passes of models, which torch.compile compiles. Outside of passes it uses other ops.
+    """Ops in plain torch for forward passes that torch.compile compiles. All other ops are those of `outside`.
 
-    Weights stay row-major, and a product with any number of rows is one call. So these ops require exact=False.
+    Weights stay row-major. A matrix product is one library call for any number of rows, so its bits depend on that
+    number. These ops therefore require exact=False.
 
     Args:
-        outside: ops for everything that is not part of a model's pass.
+        outside: ops for everything that is not part of a model's forward pass.
     """
 
     name = "compiled"
@@ -128,7 +136,10 @@ class CompiledOps(Ops):
     @staticmethod
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
-        """Calls `attend_op`, which finds the number of blocks itself. Settings refuse 8-bit caches with these ops."""
+        """Calls `attend_op`, which finds the number of key blocks itself.
+
+        `call.kv_scales` is not read: the generator's settings refuse an 8-bit KV cache with these ops.
+        """
         q_norm, k_norm, eps = (None, None, 0.0) if call.norms is None else call.norms
         sizes = [call.num_heads, call.rule.window or 0, work.split_keys]
         factors = [call.rule.factor(call.keys.shape[-1]), call.rule.softcap or 0.0, eps]
@@ -142,11 +153,13 @@ class CompiledOps(Ops):
 class PerShape:
     """Compiles a function of an object and tensors with torch.compile: one graph for each set of shapes and strides.
 
-    The first call with new shapes compiles, which takes seconds to minutes. Later calls launch. Contents and addresses
-    of tensors do not matter. Torch's limit of recompilations applies to each set of shapes separately.
+    The first call with new shapes compiles, which takes seconds to minutes. Later calls with these shapes run the
+    compiled graph. Contents and addresses of tensors do not matter. Torch's limit of recompilations applies to each set
+    of shapes separately.
 
     Args:
-        function: the function to compile. A graph break in it is an error. It may read attributes of the object.
+        function: the function to compile. Its first argument is the object, whose attributes it may read. A graph break
+            in it is an error.
         backend: backend of torch.compile.
     """
 
@@ -156,7 +169,7 @@ class PerShape:
         self._compiled: dict[Hashable, Callable[..., Tensor]] = {}
 
     def __call__(self, owner: object, *args: Tensor | int) -> Tensor:
-        """Calls the function. Whole numbers among the arguments are constants of the compiled graph."""
+        """Calls the function with the object `owner` and `args`. Integers in `args` are constants of the graph."""
         key = tuple((arg.shape, arg.stride()) if isinstance(arg, Tensor) else arg for arg in args)
         if key not in self._compiled:
             own = _with_own_code(self._function)
@@ -165,10 +178,10 @@ class PerShape:
 
 
 def _with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Copies a function and its code object. Torch.compile keeps its graphs by code object.
+    """Returns a copy of a function with its own code object, because torch.compile caches graphs per code object.
 
-    With a shared code object, all shapes of all models would count against one limit, and every call would compare them
-    one after the other.
+    With one code object for all, the graphs of all shapes and models would count against one limit of recompilations.
+    Every call would also check the guards of these graphs one after the other.
     """
     assert isinstance(function, FunctionType), "only functions have code"
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)

@@ -2,7 +2,7 @@
 
 | argument | shape, dtype                                | notes                            |
 |----------|---------------------------------------------|----------------------------------|
-| weight   | `Weight` [V, H], as rows, packed or codes   | contiguous, any float dtype      |
+| weight   | `Weight` [V, H]: rows, packed or codes      | contiguous, any float dtype      |
 | ids      | [B, Q] int64                                | contiguous; clamped to the table |
 """
 
@@ -25,7 +25,7 @@ BLOCK, NUM_WARPS = 1024, 4  # columns per CTA: a thread copies 16 bytes
 
 @triton.jit
 def place_of(token, column, width, PACKED: tl.constexpr):
-    """Returns offsets (int64) of columns of row `token` in a table [V, width]. PACKED: the layout of `packing`."""
+    """Returns the offsets (int64) of elements [token, column] of a table [V, width]. PACKED: see packing.py."""
     if PACKED:
         at = token // 16 * 16 * width + token % 16 * 32 + column // 32 * 512 + column % 32
     else:
@@ -35,7 +35,10 @@ def place_of(token, column, width, PACKED: tl.constexpr):
 
 @triton.jit
 def _copy_row(weight_ptr, out_ptr, token, out_row, rows, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies BLOCK columns of the table's row `token`, starting at program_id(1) * BLOCK."""
+    """Copies BLOCK columns of row `token` of a table [rows, width] to row `out_row` of the output.
+
+    The first column is program_id(1) * BLOCK. `token` is clamped to the table.
+    """
     token = tl.minimum(tl.maximum(token, 0), rows - 1).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = place_of(token, column, width, PACKED)
@@ -55,8 +58,8 @@ def _embed_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        # wait before the next kernel may start: the kernel after it reads the pass's tokens before its wait (`attend`
-        # in dispatch.py)
+        # waits before it lets the next kernel start: a later kernel of the pass reads the pass's positions before its
+        # own wait (`attend` in attention/dispatch.py)
         gdc_wait()
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -77,7 +80,7 @@ def _embed_codes_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Looks up rows of a quantised table. `_embed_kernel` does it for other tables."""
+    """Dequantises BLOCK columns of one token's row of a quantised table [rows, K]. See `code_values` for constants."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -90,7 +93,7 @@ def _embed_codes_kernel(
 
 
 def embed(weight: Weight, ids: Tensor) -> Tensor:
-    """Computes `Ops.embed` with a Triton kernel.
+    """Returns the rows [..., H] of an embedding table at token ids [...], as `Ops.embed`, with a Triton kernel.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.

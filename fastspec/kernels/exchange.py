@@ -1,30 +1,33 @@
-"""Exchanges between the GPUs of one host inside a captured step. Each rank writes into the memory of the others.
+"""All-reduce, all-gather and argmax over the GPUs of one host, inside a captured CUDA graph.
 
-    added:   out = round(residual + (x_0 + x_1 + ..  [+ bias]))     x_r: fp32 partial sums of rank r
-    gather:  out = x_0 | x_1 | ..                                   joined in every row
-    largest: out = the id of the largest logit, from the keys of each rank's ids (`reference.keys_of`)
+Each rank writes directly into the receive buffers of the others. Their memory is a `Room` (room.py).
 
-| argument | shape, dtype                             | notes                                                    |
-|----------|------------------------------------------|----------------------------------------------------------|
-| x        | [M, N] fp32                              | contiguous, at most `Room.elements` in all               |
-|          | [PARTS, M, N] fp32, for `added` only     | split-K parts: added first, as a tree; 1, 2 or 4 of them |
-| keys     | [R] uint64, for `largest` only           | contiguous; a key counts as two elements                 |
-| residual | [M, N] bf16, fp16 or fp32                | None: the sum itself, in fp32                            |
-| bias     | [N], any float dtype                     | or None                                                  |
+    exchange_added:   out = round(residual + (x_0 + x_1 + ..  [+ bias]))     x_r: fp32 addends of rank r
+    exchange_gather:  out = x_0 | x_1 | ..                                   joined along the last axis
+    exchange_largest: out = id of the largest logit of all ranks. Each rank gives its largest logit with the id as one
+                      integer, a key (`reference.keys_of`)
 
-Every rank adds the parts of all ranks as one binary tree, neighbours first. So all ranks get the same bits.
+| argument | shape, dtype                                | notes                                                    |
+|----------|---------------------------------------------|----------------------------------------------------------|
+| x        | [M, N] fp32                                 | contiguous, at most `Room.elements` in all               |
+|          | [PARTS, M, N] fp32, `exchange_added` only   | split-K partial sums, added first as a tree; PARTS 1, 2, 4 |
+| keys     | [R] uint64, `exchange_largest` only         | contiguous; a key counts as two elements                 |
+| residual | [M, N] bf16, fp16 or fp32                   | None: out is the sum, in fp32                            |
+| bias     | [N], any float dtype                        | or None                                                  |
 
-Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM). A place to which nothing was sent holds EMPTY, a
-NaN that is never sent. A reader polls a place until it holds another value, and then sets it to EMPTY again. So no side
-waits for a flag. The place of an element depends only on its number.
+Every rank adds the addends of all ranks as one binary tree, neighbours first. So all ranks get the same bits.
 
-Exchanges of a block of BLOCK elements use the two halves of the room in turn. Rank A writes to the same half of rank B
-again two exchanges later. By then A has received B's data of the exchange in between. B emptied the half before it sent
-that data. So A overwrites nothing that B still reads.
+Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM). An element of a receive buffer to which nothing
+was sent holds EMPTY, a NaN whose bits are never sent. A reader polls the element until it holds another value, and then
+sets it to EMPTY again. So no side waits for a flag. The address of an element depends only on its index in the tensor.
+
+A tensor is exchanged in blocks of BLOCK elements. A receive buffer has two halves, which successive exchanges of a
+block use in turn. Rank A writes to the same half of rank B again two exchanges later. By then A has received B's data
+of the exchange in between. B emptied the half before it sent that data. So A overwrites nothing that B still reads.
 
 A large sum is two-shot: one rank adds each block, and sends the sum to the others in 16 bits. A small sum is one-shot:
-every rank gets the parts of all ranks. In both cases no rank ends an exchange of a block before all others have begun
-it; the two halves of the room rely on that.
+every rank gets the addends of all ranks, and adds them. In both cases no rank ends an exchange of a block before all
+others have begun it; the two halves rely on that.
 
 A CTA that waits for longer than LIMIT stops the device with an error. So no kernel waits for ever.
 """
@@ -44,14 +47,14 @@ NUM_WARPS = 4
 def exchange_added(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room, least: int | None = None
 ) -> Tensor:
-    """Computes round(residual + (sum over ranks of x [+ bias])). Without a residual: the sum, in fp32.
+    """All-reduces x: round(residual + (sum over ranks of x [+ bias])). Without a residual: the sum, in fp32.
 
     Args:
-        x: fp32, with residual's shape. It may have one more leading axis of 1, 2 or 4 split-K parts, added as a tree.
+        x: fp32 [M, N], or [parts, M, N] with 1, 2 or 4 split-K partial sums, which are added as a tree.
         bias: [N], or None.
         residual: [M, N], or None.
-        room: shared memory of the ranks.
-        least: a sum of at least this many elements with a 16-bit residual is two-shot. Default: TWO_SHOT.
+        room: receive buffers of the ranks.
+        least: number of elements from which a sum with a 16-bit residual is two-shot. None: TWO_SHOT of these ranks.
 
     Raises:
         ValueError: x is not contiguous fp32, or is larger than the room.
@@ -77,7 +80,7 @@ def exchange_added(
 
 
 def exchange_gather(x: Tensor, room: Room) -> Tensor:
-    """Joins x [..., W] fp32 of all ranks along the last axis: [..., size * W].
+    """All-gathers x, fp32 [..., W], along the last axis. Returns [..., ranks * W].
 
     Raises:
         ValueError: x is not contiguous fp32, or is larger than the room.
@@ -89,13 +92,13 @@ def exchange_gather(x: Tensor, room: Room) -> Tensor:
 
 
 def exchange_largest(keys: Tensor, width: int, room: Room, out: Tensor) -> None:
-    """Writes the id of each row's largest logit to `out`, int64 [R].
+    """Computes the argmax of logits rows whose vocabulary is divided between ranks.
 
     Args:
-        keys: uint64 [R], the result of `reference.keys_of` on this rank.
-        width: number of ids of a rank.
-        room: shared memory of the ranks.
-        out: output.
+        keys: uint64 [R]: for each row the largest logit of this rank with its id, see `reference.keys_of`.
+        width: number of vocabulary ids that each rank has.
+        room: receive buffers of the ranks.
+        out: int64 [R], any stride; gets each row's id in the whole vocabulary.
 
     Raises:
         ValueError: keys are not contiguous uint64, or do not fit in the room.

@@ -1,4 +1,12 @@
-"""Kernels of the exchange between GPUs; `exchange` describes their protocol."""
+"""Triton kernels of the exchange between GPUs; exchange.py describes their protocol.
+
+Arguments that most functions have:
+
+- `at`: offsets of elements in the tensor, and also in one rank's half of a receive buffer; `there`: mask of valid ones
+- `own`: this rank's values of these elements, fp32
+- `room`: (`Room.buffers`, `Room.turns`); `elements`: `Room.elements`; `limit`: `LIMIT`, in nanoseconds
+- `mine`: address in this rank's receive buffers, in the half of this exchange, where elements of rank 0 arrive
+"""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -18,13 +26,16 @@ _OTHER_NAN, _OTHER_NAN_16 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFF)
 
 @triton.jit
 def _lying(buffers_ptr, rank, dtype: tl.constexpr):
-    """Returns the address of a rank's buffers. It is a multiple of 16 bytes, so the compiler moves 16 bytes at once."""
+    """Returns the address of a rank's receive buffers, as a pointer to `dtype`.
+
+    It is a multiple of 16 bytes, so the compiler moves 16 bytes at once.
+    """
     return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def _now(zero):
-    """Reads the device's clock, in nanoseconds."""
+    """Reads the device's clock, in nanoseconds. `zero` is not read: inline assembly needs an operand."""
     return tl.inline_asm_elementwise("{ mov.u64 $0, %globaltimer; }", "=l,r", [zero], tl.int64, False, 1)
 
 
@@ -44,7 +55,7 @@ def _stop_after(start, limit):
 
 @triton.jit
 def _to_push(value):
-    """Returns the bits of elements of 4 or 2 bytes. A NaN with the bits of EMPTY gets other bits."""
+    """Returns the bits of 4- or 2-byte floats, to be sent. A NaN with the bits of EMPTY gets those of another NaN."""
     if value.dtype.primitive_bitwidth == 32:
         bits = value.to(tl.int32, bitcast=True)
         return tl.where(bits == _EMPTY, _OTHER_NAN, bits)
@@ -55,13 +66,16 @@ def _to_push(value):
 
 @triton.jit
 def _empty(place):
-    """Returns EMPTY in the size of the elements at `place`."""
+    """Returns the bits of EMPTY for elements of the size that the pointers `place` have, 4 or 2 bytes."""
     return _EMPTY if place.dtype.element_ty.primitive_bitwidth == 32 else _EMPTY_16
 
 
 @triton.jit
 def arrived(place, there, limit):
-    """Waits until no element is EMPTY, returns their bits, and sets them to EMPTY for the exchange after the next."""
+    """Waits until no element at the addresses `place` is EMPTY, and returns the bits of these elements.
+
+    Sets them to EMPTY again, for the exchange after the next.
+    """
     start = _now(tl.program_id(0))
     bits = tl.load(place, mask=there, other=0, volatile=True)
     while tl.sum(tl.where(bits == _empty(place), 1, 0), 0) > 0:
@@ -76,12 +90,11 @@ def push(
     value, at, there, room, first, elements,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Sends COUNT blocks, starting at block `first`, to all other ranks.
-
-    `at` are the offsets of the elements in the room.
+    """Sends the elements `value` at offsets `at`, which lie in COUNT blocks from block `first` on, to all other ranks.
 
     Returns:
-        Addresses where the blocks of the other ranks arrive in this rank's room, rank by rank.
+        `mine`: the address where elements of rank 0 arrive here. Those of rank r arrive r * elements further. With
+        COUNT > 1 it is a tensor like `at`, because the blocks may use different halves of the receive buffers.
     """
     buffers_ptr, turns_ptr = room
     turns = ()
@@ -104,13 +117,16 @@ def push(
 
 @triton.jit
 def _pushed(mine, at, there, elements, limit, rank: tl.constexpr):
-    """Waits for the fp32 elements that a peer pushes here, and returns them."""
+    """Waits for the fp32 elements that rank `rank` sends to this rank, and returns them."""
     return arrived(mine + rank * elements.to(tl.int64) + at, there, limit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr):
-    """Adds the parts of COUNT ranks, starting at rank FIRST, as a tree; COUNT is 1, 2, 4 or 8."""
+    """Adds the elements of ranks FIRST .. FIRST + COUNT - 1 as a binary tree. COUNT is 1, 2, 4 or 8.
+
+    Waits for the elements of other ranks.
+    """
     if COUNT == 1:
         if FIRST == RANK:
             return own
@@ -124,7 +140,7 @@ def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Adds COUNT split-K parts, starting at part FIRST, as a tree; COUNT is 1, 2 or 4."""
+    """Adds the split-K partial sums FIRST .. FIRST + COUNT - 1 of x [parts, count] as a tree. COUNT is 1, 2 or 4."""
     if COUNT == 1:
         return tl.load(x_ptr + (FIRST * count.to(tl.int64) + at), mask=there, other=0.0)
     else:
@@ -135,7 +151,10 @@ def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr):
-    """Waits until x is written. Returns places of a block, a mask of those inside x, and this rank's values."""
+    """Waits for the kernel that writes x. Returns (`at`, `there`, `own`) of this CTA's block of x.
+
+    x is fp32 [PARTS, count]; `own` is its sum over PARTS.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -145,9 +164,9 @@ def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.co
 
 @triton.jit
 def _load_addends(bias_ptr, residual_ptr, at, there, width):
-    """Loads bias and residual of a block.
+    """Returns bias and residual at `at` in fp32; 0.0 for one that is None.
 
-    Called before the wait for other ranks, because these values do not depend on them.
+    They are loaded before the wait for other ranks, on which they do not depend.
     """
     bias, residual = 0.0, 0.0
     if bias_ptr is not None:
@@ -162,7 +181,7 @@ def _one_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block one-shot: every rank adds all parts."""
+    """Adds one block of x over the ranks one-shot: every rank gets and adds the elements of all ranks."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
     mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
@@ -176,7 +195,7 @@ def _one_shot_kernel(
 
 @triton.jit
 def _narrow(room_ptr, at, BLOCK: tl.constexpr):
-    """Returns the address of a block's 16-bit results: they begin where the fp32 elements of the same block begin."""
+    """Returns the addresses of this CTA's block as 16-bit elements. It begins at the same byte as in fp32."""
     first = tl.program_id(0) * BLOCK
     return (room_ptr + first).to(tl.pointer_type(tl.int16)) + (at - first)
 
@@ -186,7 +205,10 @@ def _reduce_block(
     own, at, there, bias_ptr, residual_ptr, out_ptr, buffers_ptr, half, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds all parts of a block that this rank owns, and sends the sum to the other ranks."""
+    """Adds the elements of all ranks, for a block that this rank adds, and sends the 16-bit sum to the others.
+
+    `half` is the offset, in elements, of the half of the receive buffers that this exchange uses.
+    """
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
     mine = _lying(buffers_ptr, RANK, tl.int32) + half
     total = sum_ranks(own, mine, at, there, elements, limit, 0, SIZE, RANK)
@@ -206,7 +228,10 @@ def _send_block(
     own, at, there, out_ptr, buffers_ptr, owner, half, elements, limit,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sends this rank's part of a block to the rank that owns it, and receives the sum."""
+    """Sends this rank's elements of a block to `owner`, the rank that adds the block, and receives the sum.
+
+    For `half` see `_reduce_block`.
+    """
     theirs = _lying(buffers_ptr, owner, tl.int32) + (half + RANK * elements.to(tl.int64))
     tl.store(theirs + at, _to_push(own), mask=there)
     mine = _lying(buffers_ptr, RANK, tl.int32) + (half + owner * elements.to(tl.int64))
@@ -219,7 +244,7 @@ def _two_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block two-shot. The block's number determines which rank adds all parts and sends the rounded sum."""
+    """Adds one block of x over the ranks two-shot: rank (block % SIZE) adds it, and sends the rounded sum to all."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     buffers_ptr, turns_ptr = room
     pid = tl.program_id(0)
@@ -242,7 +267,7 @@ def _gather_kernel(
     x_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Gathers one block of every rank's part."""
+    """All-gathers one block of x [rows, width]: element [r, c] of rank n becomes [r, n * width + c] of the output."""
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
@@ -259,7 +284,10 @@ def _low(value):
 
 @triton.jit
 def _key(low, high, rank: tl.constexpr, width):
-    """Joins the two halves of a rank's key, and moves its id to the rank's place in the vocabulary. 0 means no id."""
+    """Joins the two halves of a rank's key, and changes its id from the rank's ids to the whole vocabulary.
+
+    A key holds 2^31 - 1 - id in its lower 31 bits (`reference.keys_of`). Key 0 means that the rank has no id.
+    """
     key = (_low(high) << 32) | _low(low)
     return tl.where(key > 0, key - rank * width, 0)
 
@@ -269,7 +297,10 @@ def _largest_kernel(
     keys_ptr, out_ptr, room, count, width, stride, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Finds the largest keys of half a block of rows. A key travels as two elements, low half first."""
+    """Writes, for BLOCK / 2 logits rows, the vocabulary id of the largest key of all ranks.
+
+    A key is sent as two 4-byte elements, low half first. Each rank has `width` ids.
+    """
     at, entered, own = _load_own(keys_ptr, count, BLOCK, PDL, PARTS)
     mine = push(own, at, entered, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
     row = tl.program_id(0) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)

@@ -1,15 +1,16 @@
-"""Builds the tokens of a pass from the state in one launch: ids, positions, and the mask of stored K/V.
+"""Builds the input of a forward pass in one launch: token ids, positions, and the mask of tokens whose K/V are stored.
 
     position[b, i] = lengths[b] + first + i
-    id[b, i]       = tokens[b, position]  below lengths[b],  draft_tokens[b, position - lengths[b]]  from there on
+    id[b, i]       = tokens[b, position]                         if position < lengths[b]
+                     draft_tokens[b, position - lengths[b]]      otherwise
 
 | argument     | shape, dtype  | notes                                                                          |
 |--------------|---------------|--------------------------------------------------------------------------------|
-| tokens       | [B, T] int64  | rows may be views of a longer table; so may those of all tables here           |
+| tokens       | [B, T] int64  | rows may be views of longer rows; so may those of draft_tokens                 |
 | lengths      | [B] int64     |                                                                                |
 | finish       | [B] int64     | 0: the row is running                                                          |
 | draft_tokens | [B, K] int64  | read from column max(first, 0) to column first + queries - 1                   |
-| draft_counts | [B] int64     | written if given: number of drafts for which the draft's context has room      |
+| draft_counts | [B] int64     | written if given: number of draft tokens for which the draft model has room    |
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def fed(
     vocab,
     num_drafts,
 ):
-    """Computes id, position and write mask of token `query` (a scalar or a block) of one row."""
+    """Returns (id, position, write mask) of token number `query` (a scalar or a block) of a row's pass.
+
+    `in_range` masks valid numbers. For the other arguments see `Ops.feed_rows`.
+    """
     length = tl.load(lengths_ptr + row)
     running = tl.load(finish_ptr + row) == 0
     position = length + first + query
@@ -60,7 +64,10 @@ def fed(
 
 @triton.jit
 def count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts):
-    """Stores how many of a row's drafts fit. The last one is read at position lengths + count - 2, below `limit`."""
+    """Stores the number of draft tokens that the draft model may make for a row, at most `num_drafts`.
+
+    To make the last one it reads position lengths + count - 2, which must lie below `limit`.
+    """
     room = limit - tl.load(lengths_ptr + row) + 1  # computed in this order to stay in 64 bits
     tl.store(counts_ptr + row, tl.minimum(tl.maximum(room, 0), num_drafts))
 
@@ -130,7 +137,7 @@ def feed_rows(
     draft_counts: Tensor | None = None,
     num_drafts: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `Ops.feed_rows` with a Triton kernel.
+    """Builds the token ids, positions and write mask of a pass, as `Ops.feed_rows`, with a Triton kernel.
 
     Raises:
         ValueError: a tensor's rows are not contiguous, or `draft_tokens` has fewer columns than the pass reads.
@@ -168,7 +175,7 @@ def feed_rows(
 def check_feed(
     tokens: Tensor, lengths: Tensor, finish: Tensor, draft_tokens: Tensor, draft_counts: Tensor | None, drafts: int
 ) -> None:
-    """Raises ValueError for layouts that the kernel would misread."""
+    """Raises ValueError for layouts that `_feed_kernel` would misread. It reads `drafts` columns of `draft_tokens`."""
     columns = (lengths, finish) if draft_counts is None else (lengths, finish, draft_counts)
     if tokens.stride(1) != 1 or any(column.stride(0) != 1 for column in columns):
         raise ValueError("the rows of tokens, and lengths, finish and draft_counts, must be contiguous")

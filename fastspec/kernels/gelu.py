@@ -1,8 +1,8 @@
-"""gelu(gate) * up in one launch, for products that do not compute it themselves.
+"""gelu(gate) * up in one launch, for matrix products whose epilogue does not compute it.
 
-| argument | shape, dtype                       | notes                                      |
-|----------|------------------------------------|--------------------------------------------|
-| gate_up  | [..., 2 I] bf16, fp16 or fp32      | gate first, or 8 of gate and 8 of up in turn |
+| argument | shape, dtype                       | notes                                                     |
+|----------|------------------------------------|-----------------------------------------------------------|
+| gate_up  | [..., 2 I] bf16, fp16 or fp32      | gate first; or 8 columns of gate and 8 of up, alternating |
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = tl.constexpr((2 / 3.141592653589793) ** 0.5)
 def _gelu_kernel(
     gate_up_ptr, out_ptr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Computes BLOCK columns of a row."""
+    """Computes BLOCK columns of one row of gelu(gate) * up. WIDTH is I."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -40,11 +40,14 @@ def _gelu_kernel(
 
 
 def gelu_tanh_mul(gate_up: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Computes `Ops.gelu_tanh_mul` with a Triton kernel, in fp32.
+    """Computes gelu(gate) * up with the tanh formula of GELU, as `Ops.gelu_tanh_mul`, with a Triton kernel in fp32.
 
     Args:
         gate_up: [..., 2 I].
-        interleaved: True if columns are 8 of the gate, then 8 of up, in the order of a packed gated weight's rows.
+        interleaved: True if 8 columns of the gate and 8 of up alternate, as the rows of a packed gated weight do.
+
+    Returns:
+        [..., I] in gate_up's dtype.
     """
     width = gate_up.shape[-1] // 2
     rows = gate_up.reshape(-1, 2 * width).contiguous()

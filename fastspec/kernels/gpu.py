@@ -1,4 +1,6 @@
-"""`Gpu`: properties of a device on which launches and plans depend. Only this file compares compute capabilities.
+"""`Gpu`: properties of a device by which kernels and their launch parameters are chosen.
+
+Only this file compares compute capabilities.
 
 Importing this module needs neither Triton nor CUDA.
 """
@@ -12,7 +14,7 @@ from typing import Final
 import torch
 
 FP8_FROM: Final = (8, 9)  # first compute capability whose kernels read e4m3
-MEASURED: Final = frozenset({(9, 0)})  # compute capabilities on which plans were measured
+MEASURED: Final = frozenset({(9, 0)})  # compute capabilities on which the tables of launch parameters were measured
 # compute capabilities with more than 99 KiB of shared memory for one CTA (CUDA programming guide)
 ROOMY: Final = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
 # by compute capability: smallest prefill pass, in tokens, from which on one kernel multiplies packed 16-bit weights
@@ -22,7 +24,7 @@ SAME_BITS_ELSEWHERE: Final = 256  # the same for other GPUs, on which smaller pa
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Properties of a device that plans use.
+    """Properties of a device by which the `plan.py` of each kernel family chooses kernels and launch parameters.
 
     Attributes:
         capability: compute capability of CUDA; (0, 0) for other devices.
@@ -34,22 +36,22 @@ class Gpu:
 
     @property
     def usable(self) -> bool:
-        """True if torch's kernels run: from sm_70 on."""
+        """True if the kernels that torch ships run: from sm_70 on."""
         return self.capability >= (7, 0)
 
     @property
     def supported(self) -> bool:
-        """True if the packed products run. They need asynchronous copies: from sm_80 on."""
+        """True if the kernels for packed weights run. They need asynchronous copies: from sm_80 on."""
         return self.capability >= (8, 0)
 
     @property
     def measured(self) -> bool:
-        """True if plans were measured on a GPU with this capability."""
+        """True if the launch parameters of the kernels were measured on a GPU with this capability."""
         return self.capability in MEASURED
 
     @property
     def reads_fp8(self) -> bool:
-        """True if kernels read e4m3."""
+        """True if Triton kernels can load e4m3 values: from sm_89 on."""
         return self.capability >= FP8_FROM
 
     @property
@@ -69,19 +71,22 @@ class Gpu:
 
     @property
     def same_bits_from(self) -> int:
-        """Smallest prefill pass, in tokens, from which on products with packed 16-bit weights sum in one order."""
+        """Number of tokens from which on prefill passes of any size give a token the same bits.
+
+        From this size on, products with packed 16-bit weights add in the same order.
+        """
         return SAME_BITS_FROM.get(self.capability, SAME_BITS_ELSEWHERE)
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """Returns the properties of a device. ((0, 0), 1) for a device other than CUDA."""
+    """Returns the properties of a device: Gpu((0, 0), 1) for a device other than CUDA."""
     if device.type != "cuda":
         return Gpu((0, 0), 1)
     return Gpu(torch.cuda.get_device_capability(device), multiprocessors(device))
 
 
 def generation_of(device: torch.device) -> Gpu:
-    """Returns the properties of a device without its number of SMs, where only the capability matters."""
+    """Returns a `Gpu` with the compute capability of a device and sms = 0, for callers that do not need the SMs."""
     return Gpu(torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0), 0)
 
 

@@ -1,13 +1,13 @@
-"""Input of a learned drafter's layer: the norm of a token's embedding and the norm of a hidden state, in one row.
+"""Input of a learned drafter's layer: the RMSNorms of a token's embedding and of a hidden state, concatenated.
 
 | argument | shape, dtype                          | notes                                                       |
 |----------|---------------------------------------|-------------------------------------------------------------|
-| table    | `Weight` [V, K], as rows or packed    | contiguous, x's dtype                                       |
+| table    | `Weight` [V, K]: rows or packed       | contiguous, x's dtype                                       |
 | ids      | [B, Q] int64                          | contiguous; clamped to the table                            |
 | x        | [B, Q, K] bf16, fp16 or fp32          | contiguous, K up to `norm.MAX_WIDTH`                        |
 | norms    | two of [K], x's dtype or fp32         | contiguous, same dtype; weights for the embedding and for x |
 
-One launch replaces four. A CTA norms the embedding or x of one row, with the same bits as norm.py.
+One launch replaces four. A CTA norms one embedding or one row of x, with the same bits as norm.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def _joined_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norms one row of the table, or of x."""
+    """Norms one token's embedding (program_id(1) is 0) or its row of x (1), into its half of the output row.
+
+    X_FIRST: x is the first half of the row. ROUND_FIRST: see `normed_row`.
+    """
     if PDL:
         # wait first, as in `embed`, because a pass begins with this kernel
         gdc_wait()
@@ -69,7 +72,7 @@ def _joined_kernel(
 def joined_norms(
     table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
 ) -> Tensor:
-    """Computes `Ops.joined_norms` with a Triton kernel.
+    """Concatenates the normed embeddings of ids and normed x, as `Ops.joined_norms`, with a Triton kernel.
 
     Args:
         table, ids, x, norms, eps, x_first: see `Ops.joined_norms`; the table is not quantised.
@@ -79,7 +82,10 @@ def joined_norms(
     """
     rows, width = table.shape
     if table.codes is not None or table.dtype != x.dtype or not table.data.is_contiguous() or width > MAX_WIDTH:
-        raise ValueError(f"the embedding is {told(table.data)}, x {told(x)}; wanted both plain and of one dtype")
+        raise ValueError(
+            f"the embedding is {told(table.data)}, x {told(x)}; wanted a contiguous embedding without quantisation, in "
+            f"x's dtype, of width up to {MAX_WIDTH}"
+        )
     check("ids", ids, ids.shape, torch.int64)
     check("x", x, (*ids.shape, width), x.dtype)
     for norm in norms:

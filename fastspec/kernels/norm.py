@@ -1,11 +1,11 @@
-"""Norms of rows: RMSNorm or LayerNorm in one launch, or two norms with a sum between them (`add_norm`).
+"""RMSNorm or LayerNorm of rows in one launch, and `add_norm`: norm, residual sum, and the next norm in one launch.
 
 | argument     | shape, dtype                          | notes                                              |
 |--------------|---------------------------------------|----------------------------------------------------|
 | x            | [..., K] bf16, fp16 or fp32           | any strides, K up to MAX_WIDTH                     |
 | weight, bias | [K], x's dtype or fp32, both the same | contiguous; see `reference.norm` for their meaning |
 
-A CTA has one row. The order of its sum depends only on K, so a row's bits do not depend on other rows.
+A CTA norms one row. The order of its sum depends only on K, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ ELEMENTS = 512  # elements of a row per warp, with at most 16 warps
 
 @triton.jit
 def weight_of(weight_ptr, at, inside):
-    """Loads a norm's weight in fp32. No kernel writes it, so it is loaded before the wait."""
+    """Loads a norm's weight in fp32. No kernel writes it, so callers load it before they wait for the last kernel."""
     return tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def normed_row(x, weight, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
-    """Computes RMSNorm of a row in fp32, before its last rounding. `weight` is the result of `weight_of`."""
+    """Computes RMSNorm of a row in fp32. The caller rounds the result to the output's dtype.
+
+    `x` has zeros beyond `width`. `weight` is the result of `weight_of`. ROUND_FIRST: the row is rounded to DTYPE before
+    it is multiplied by the weight.
+    """
     normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
     if ROUND_FIRST:
         normed = normed.to(DTYPE).to(tl.float32)
@@ -52,7 +56,7 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norms one row."""
+    """Norms one row of x [rows, width]. CENTRED: LayerNorm instead of RMSNorm. ROUND_FIRST: see `normed_row`."""
     if PDL:
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width
@@ -84,7 +88,7 @@ def _add_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the sum and the next norm of one row."""
+    """Computes sum = x + norm(added), and out = next_norm(sum) if there is a next weight, of one row."""
     if PDL:
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width
@@ -110,7 +114,7 @@ def _warps(block: int) -> int:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
-    """Computes `Ops.norm` with a Triton kernel.
+    """Computes RMSNorm, or LayerNorm if `centred`, over the last axis, as `Ops.norm`, with a Triton kernel.
 
     Args:
         x, weight, eps, bias, centred: see `Ops.norm`.
@@ -149,7 +153,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `Ops.add_norm` with a Triton kernel.
+    """Returns sum = x + norm(added), and next_norm(sum) if there is a next weight, as `Ops.add_norm`, in one launch.
 
     Args:
         added, x, weight, next_weight, eps: see `Ops.add_norm`.

@@ -1,4 +1,4 @@
-"""`Ops`: every computation of a step, in torch. A subclass overrides the ops for which it has kernels."""
+"""`Ops`: the operations of a decoding step, in torch. A subclass overrides those for which it has kernels."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ from fastspec.kernels.common.weights import Format, Weight
 
 
 class Ops:
-    """The ops of a step. Signature, shapes and meaning of an op are defined in `reference`, in torch.
+    """Operations of a decoding step. `reference` defines the signature, shapes and meaning of each, in torch.
 
     An override has the same parameters. Methods without a definition in `reference` describe an implementation: its
     weight formats, and the memory of its kernels.
 
     Attributes:
         name: "torch", "cpu", "triton" or "compiled".
-        logit_words: words of 4 bytes that the end of a step takes for each logit: the logits, their padded, processed
-            and scaled copies, the sort with its int64 ids, softmaxes and masks. 0: `shapes.logit_words`.
-        logit_bytes: temporary bytes for logits. With more rows a step computes their logits part by part. None: the
-            logits of a step are computed at once.
+        logit_words: temporary memory for sampling and verification, in 4-byte words per logit. It holds the logits,
+            their padded, processed and scaled copies, the sort with its int64 ids, softmaxes and masks. 0: the ops need
+            no copies, and `shapes.logit_words` gives the number.
+        logit_bytes: limit of this temporary memory, in bytes. If all rows need more, a step computes and verifies the
+            logits of some rows at a time. None: no limit.
     """
 
     name = "torch"
     logit_words: int = 15
     logit_bytes: int | None = None
 
-    # ops of the models' passes
+    # ops of a model's forward pass
     feed_rows = staticmethod(reference.feed_rows)
     embed = staticmethod(reference.embed)
     norm = staticmethod(reference.norm)
@@ -81,13 +82,13 @@ class Ops:
 
     @staticmethod
     def keeps_codes(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
-        """True if `linear`, `argmax` and `embed` read a quantised weight of this kind.
+        """True if `linear`, `argmax` and `embed` can read a quantised weight of this kind without dequantising it.
 
-        Otherwise loading dequantises the weight.
+        Otherwise the weight is dequantised while it is loaded.
 
         Args:
             shape: (N, K).
-            kind: format and blocks of the codes.
+            kind: quantisation format, and shape of the blocks that share a scale.
             dtype: dtype of activations.
             device: device of the weight.
         """
@@ -95,24 +96,30 @@ class Ops:
 
     @staticmethod
     def keeps_experts(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
-        """True if `experts` reads a stack of quantised matrices (N, K) of this kind, with activations of `dtype`.
+        """True if `experts` can read quantised expert matrices (N, K) of this kind, with activations of `dtype`.
 
-        Otherwise loading dequantises the stack.
+        Otherwise they are dequantised while they are loaded.
         """
         return False
 
     @staticmethod
     def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
-        """True if a shared expert is stored as the last routed expert, and its gate as the last row of the router.
+        """True if an MoE layer's shared expert is stored as one more routed expert, its gate as a row of the router.
 
-        Both must have the same width. The router is then stored as rows. Otherwise the shared expert is a separate MLP.
+        This is done only if shared and routed experts have the same intermediate size. The router is then row-major.
+        Otherwise the shared expert is a separate MLP.
+
+        Args:
+            dtype: dtype of activations.
+            hidden: hidden size of the model.
+            device: device of the weights.
         """
         return False
 
     def workspace(
         self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
     ) -> Any:
-        """Allocates the parameter `work` of `attend` and `argmax` for one model. None for torch.
+        """Allocates the scratch memory `work` of `attend` and `argmax` for one model. None for torch, which needs none.
 
         Args:
             device: device of the model.
@@ -125,67 +132,75 @@ class Ops:
 
     @staticmethod
     def workspace_bytes(batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]) -> int:
-        """Returns the bytes of `workspace`."""
+        """Returns the bytes of device memory that `workspace` allocates for the same arguments."""
         return 0
 
     @staticmethod
     def commit_scratch(batch: int, max_drafts: int, device: torch.device) -> Any:
-        """Allocates the parameter `scratch` of `verify_commit`, `sampled_commit` and `commit`."""
+        """Allocates the scratch memory `scratch` of `verify_commit`, `sampled_commit` and `commit`. None for torch."""
         return None
 
     @staticmethod
     def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Allocates the parameter `work` of `sampled_commit` and `sampled_draw`."""
+        """Allocates the scratch memory `work` of `sampled_commit` and `sampled_draw`. None for torch."""
         return None
 
     @staticmethod
     def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-        """Returns the bytes of `sampled_work`."""
+        """Returns the bytes of device memory that `sampled_work` allocates for the same arguments."""
         return 0
 
     @staticmethod
     def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Allocates `Record.work`, for recording log-probabilities."""
+        """Allocates `Record.work`, the scratch memory for recording log-probabilities. None for torch."""
         return None
 
     @staticmethod
     def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-        """Returns the bytes of `record_work`."""
+        """Returns the bytes of device memory that `record_work` allocates for the same arguments."""
         return 0
 
     @staticmethod
     def compiling(executor: Executor | None = None) -> AbstractContextManager[None]:
-        """Returns a context in which ops compute nothing, and `executor` compiles their kernels.
+        """Returns a context in which calls of ops compile their kernels, by `executor`, and compute nothing.
 
-        Torch has no kernels to compile.
+        For torch, which has no kernels to compile, the context does nothing, and ops compute as usual.
         """
         return nullcontext()
 
     @staticmethod
     def compiling_behind(*, early: bool = False) -> AbstractContextManager[Callable[[], bool] | None]:
-        """Returns a context within `compiling()` for kernels that the end of `compiling()` does not wait for.
+        """Returns a context, used inside `compiling()`, whose kernels are compiled in the background.
 
-        It yields a function that tells if any such kernel was not compiled before. None: it can compile nothing.
+        The end of `compiling()` does not wait for them. The context yields a function that returns True if any of them
+        was not in the disk cache. It yields None if it cannot compile in the background.
 
-        early: True to compile them beside the others, False to compile them after these.
+        Args:
+            early: True to compile these kernels at the same time as those of `compiling()`, False to compile them after
+                those.
         """
         return nullcontext()
 
     @staticmethod
     def is_brief() -> bool:
-        """True if a pass may skip layers that launch no new kernel: within `compiling()`, and in warm-ups."""
+        """True if a pass may skip layers that use the same kernels as earlier ones: in `compiling()` and warm-ups."""
         return False
 
     def store(self, rows: Tensor, gated: bool) -> Weight:
-        """Makes a `Weight` of rows [N, K] in the format of `weight_format`. gated: the first N/2 rows are the gate."""
+        """Makes a `Weight` of a matrix [N, K] in the format that `weight_format` names.
+
+        Args:
+            rows: [N, K].
+            gated: True if the first N/2 rows are the gate projection of an MLP, and the others its up projection.
+        """
         form = self.weight_format((rows.shape[0], rows.shape[1]), rows.dtype, rows.device)
         return Weight.pack(rows, gated) if form == "packed" else Weight(rows)
 
     def replaced(self, **members: Callable[..., object] | str | int) -> Self:
-        """Returns a copy of these ops in which the named ops and attributes are replaced.
+        """Returns a copy of these ops in which `members` replace the ops and attributes with their names.
 
         Raises:
-            AttributeError: there is no op of that name.
+            AttributeError: a name is no op or attribute.
         """
         other = copy(self)
         for name, member in members.items():

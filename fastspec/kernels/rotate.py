@@ -1,4 +1,4 @@
-"""Rotary embedding of separate query and key tensors, as hosted models have them, in one launch.
+"""Rotary embedding of separate query and key tensors, as modules of transformers have them, in one launch.
 
 | argument | shape, dtype                            | notes                                  |
 |----------|-----------------------------------------|----------------------------------------|
@@ -31,7 +31,7 @@ def _rotate_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotates one head of a token."""
+    """Rotates one query or key head of one token. Heads from H on are key heads."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -52,7 +52,11 @@ def _rotate_kernel(
 
 @triton.jit
 def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
-    """Rotates a head. Every product is rounded to the head's dtype, and so is the sum."""
+    """Rotates the DIM elements of a head from address `at` to address `to`.
+
+    Each product is rounded to the dtype of `to`, and so is their sum. `half` are offsets in half a head, masked by
+    `inside`.
+    """
     HALF: tl.constexpr = DIM // 2
     kind: tl.constexpr = to.dtype.element_ty
     first = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +70,9 @@ def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Computes `Ops.rotate` with a Triton kernel. The results are views of contiguous [B, Q, H, D].
+    """Applies rotary embedding to q and k, as `Ops.rotate`, with a Triton kernel.
+
+    The results [B, H, Q, D] are transposed views of contiguous [B, Q, H, D].
 
     Args:
         q, k, cos, sin: see `Ops.rotate`.

@@ -1,16 +1,16 @@
-"""Rounds a matrix and packs its codes in one launch, with the bits of `common.rounding.pack_rounded`.
+"""Quantises a matrix and packs its codes in one launch, with the bits of `common.rounding.pack_rounded`.
 
 | argument | shape, dtype                | notes                                                              |
 |----------|-----------------------------|--------------------------------------------------------------------|
-| values   | [N, K] bf16, fp16 or fp32   | contiguous; whole tiles; a gated matrix has the gate's rows first  |
-| halves   | int16 [N/16, K/C, 16, 32]   | output: words of `code_packing`, C = 64; for int4 128              |
+| values   | [N, K] bf16, fp16 or fp32   | contiguous; N % 16 is 0; a gated matrix has the gate's rows first  |
+| halves   | int16 [N/16, K/C, 16, 32]   | output: packed codes, see code_packing.py; C is 64, for int4 128   |
 | scales   | fp32 [N, K / group]         | output: for fp8 and int8 a group is a whole row                    |
-| part     | number                      | rows of the gate, or all rows                                      |
-| height   | number                      | rows of a tile that lie in one part: 8 or 16                       |
-| chunks   | number                      | K/C                                                                |
+| part     | integer                     | number of gate rows of a gated matrix; N of any other matrix       |
+| height   | integer                     | rows of a 16-row tile of `halves` that are gate rows: 8; else 16   |
+| chunks   | integer                     | K/C                                                                |
 
-For int4 a CTA has some groups in registers. For fp8 and int8 it has some rows. It reads them once from DRAM, then from
-the caches: for the largest magnitude, for the squared errors of all tried scales, and for the codes.
+For int4 a CTA keeps its groups in registers. For fp8 and int8 a CTA reads its rows three times, once from DRAM and then
+from the caches: for the largest magnitude, for the squared errors of all tried scales, and for the codes.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fastspec.kernels.common.launch import launch
 _TRIED = len(rounding.SHRINK)
 TRIED = tl.constexpr(_TRIED)
 LEAST = tl.constexpr(rounding.LEAST)
-WITHIN = 4096  # values of a CTA of `round_groups_kernel`
-ROWS, COLUMNS = 2, 1024  # for `round_rows_kernel`: rows of a CTA, and values of each that it processes at a time
+WITHIN = 4096  # number of values that a CTA of `round_groups_kernel` rounds
+ROWS, COLUMNS = 2, 1024  # for `round_rows_kernel`: rows of a CTA, and values of each row that it reads at a time
 
 
 @triton.jit
 def _short(scales):
-    """Rounds to nearest even, to eight bits of mantissa, but never to 0. The same as `rounding._short`."""
+    """Rounds scales to nearest even, to eight bits of mantissa, and to at least LEAST. Same as `rounding._short`."""
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)
@@ -43,26 +43,26 @@ def _short(scales):
 
 @triton.jit
 def _shrunk(top, tried):
-    """Returns scales for the largest magnitude `top`, times SHRINK[tried], with the bits of `rounding`."""
+    """Returns the scale number `tried` to try for basic scales `top`: top * SHRINK[tried], rounded as in `rounding`."""
     none = tl.zeros_like(top)
     return _short(top * tl.div_rn(none + (40 - tried), none + 40.0))
 
 
 @triton.jit
 def _divided(x, scales):
-    """Divides values [n, m] by scales [n], rounded as in IEEE 754."""
+    """Divides values x [n, m] by scales [n], rounded as in IEEE 754."""
     return tl.div_rn(x, scales[:, None] + tl.zeros_like(x))
 
 
 @triton.jit
 def _nearest(quotient, FORM: tl.constexpr):
-    """Returns the values of the nearest codes, in fp32.
+    """Rounds quotients (value / scale) to the nearest numbers that codes of FORM can hold, in fp32.
 
-    Adding 1.5 * 2^23 steps to a quotient rounds it to whole steps.
+    The rounding adds 1.5 * 2^23 times the distance between neighbouring numbers, and subtracts it again.
     """
     if FORM == "fp8":
         bounded = tl.minimum(tl.maximum(quotient, -448.0), 448.0)
-        # steps are 2^-3 of a number's power of two, and 2^-9 below 2^-6
+        # neighbours are 2^-3 of the number's power of two apart, and 2^-9 apart below 2^-6
         power = (bounded.to(tl.int32, bitcast=True) & 0x7F800000) + 0x0A400000
         lift = tl.maximum(power, 0x46C00000).to(tl.float32, bitcast=True)
         return (bounded + lift) - lift
@@ -74,7 +74,10 @@ def _nearest(quotient, FORM: tl.constexpr):
 
 @triton.jit
 def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
-    """Returns squared distances to the nearest codes, divided by the scale, in whole steps: int32."""
+    """Returns the squared rounding error of each x / scale, int32, as a whole number of 1 / STEPS.
+
+    x is [n, m], scales [n].
+    """
     quotient = x * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None]
     apart = _nearest(quotient, FORM) - quotient
     # a number from 2^23 to 2^24 has whole numbers in its last bits
@@ -83,16 +86,19 @@ def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _errors(squares, scales, top):
-    """Returns the error of each scale, from its sum of squares."""
+    """Returns the errors by which scales are compared: sums of `_squares`, times (scale / top)^2.
+
+    `top` is the basic scale of the group.
+    """
     share = tl.div_rn(scales, tl.maximum(top, LEAST))
     return squares.to(tl.float32) * (share * share)
 
 
 @triton.jit
 def _bits(quotient, FORM: tl.constexpr):
-    """Returns the codes nearest to quotients, int32, as input of `_packed`.
+    """Returns the codes nearest to quotients (value / scale), int32, as `_packed` reads them.
 
-    Bit 7 is a sign; int4 numbers have 8 added.
+    fp8 and int8: bit 7 is the sign, bits 0..6 are the magnitude. int4: the number plus 8.
     """
     value = _nearest(quotient, FORM)
     if FORM == "fp8":
@@ -108,7 +114,7 @@ def _bits(quotient, FORM: tl.constexpr):
 
 @triton.jit
 def _packed(codes, FORM: tl.constexpr):
-    """Packs codes [n, codes of a half, 32] to halves [n, 32], in the layout of `code_packing.FIELDS`."""
+    """Packs codes [n, c, 32] into int16 [n, 32], c codes in one, in the layout of `code_packing.FIELDS`."""
     i = tl.arange(0, codes.shape[1])[None, :, None]
     sign, size = codes & 0x80, codes & 0x7F
     if FORM == "fp8":
@@ -117,12 +123,16 @@ def _packed(codes, FORM: tl.constexpr):
         parts = tl.where(i == 0, sign << 8 | size, sign | size << 8)
     else:
         parts = codes << 4 * i
-    return tl.sum(parts, axis=1).to(tl.int16)  # no two have a bit in common
+    return tl.sum(parts, axis=1).to(tl.int16)  # codes of one int16 have no bit in common
 
 
 @triton.jit
 def _store(halves_ptr, halves, part, height, chunks, row, chunk, there, NARROW: tl.constexpr):
-    """Stores halves [n, 32] of chunks of rows."""
+    """Stores packed codes `halves` [n, 32]: those of chunk number `chunk` [n] of row number `row` [n] of the matrix.
+
+    `there` [n] masks valid rows and chunks. NARROW: each group of 32 values has its own scale, so lanes are permuted
+    (code_packing.py). For `part`, `height` and `chunks` see the table at the top of the file.
+    """
     inner = row % part
     tile, line = inner // height, row // part * height + inner % height
     column = tl.arange(0, 32)
@@ -147,7 +157,10 @@ def round_groups_kernel(
     STEPS: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Rounds CHUNKS adjacent chunks of 128 values to int4, in groups of GROUP."""
+    """Quantises CHUNKS adjacent chunks of 128 values to int4, with one scale for each group of GROUP values.
+
+    STEPS: see `rounding.STEPS`. INVERSE: 1 / the largest number of a code.
+    """
     GROUPS: tl.constexpr = CHUNKS * 128 // GROUP
     first = tl.program_id(0) * CHUNKS
     group = first * (128 // GROUP) + tl.arange(0, GROUPS)
@@ -185,7 +198,10 @@ def round_rows_kernel(
     STEPS: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Rounds ROWS rows to fp8 or int8, COLUMNS values of each at a time."""
+    """Quantises ROWS rows to fp8 or int8, with one scale each. Reads COLUMNS values of each row at a time.
+
+    STEPS: see `rounding.STEPS`. INVERSE: 1 / the largest number of a code.
+    """
     size = chunks * 64
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = row < rows
@@ -223,7 +239,14 @@ def round_rows_kernel(
 
 
 def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
-    """Computes `common.rounding.pack_rounded` with a Triton kernel."""
+    """Quantises rows [n, K] and packs their codes into `place`, as `rounding.pack_rounded`, with a Triton kernel.
+
+    Args:
+        place, tile, rows: see `rounding.pack_rounded`.
+
+    Returns:
+        The scales, fp32 [n, groups].
+    """
     (n, k), form = rows.shape, place.kind.format
     group = place.group or k
     scales = torch.empty((n, k // group), dtype=torch.float32, device=rows.device)

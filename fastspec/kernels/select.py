@@ -16,7 +16,7 @@ KERNELS: Final = "fastspec.kernels.triton_ops"  # module that imports every kern
 
 
 def ops_for(device: torch.device) -> Ops:
-    """Returns Triton's ops for CUDA if Triton is installed, the CPU's for the CPU, else torch's."""
+    """Returns `TRITON_OPS` for CUDA if Triton is installed, `CPU_OPS` for a CPU, else `TORCH_OPS`."""
     if device.type == "cpu":
         return CPU_OPS
     if device.type != "cuda" or find_spec("triton") is None:
@@ -27,13 +27,13 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def compilers(rank: int, ranks: int) -> AbstractContextManager[Executor | None]:
-    """Returns the executor that compiles Triton's kernels. None without Triton.
+    """Returns a context that yields the executor that compiles Triton kernels. Yields None without Triton.
 
-    If this machine has compiled no kernel before, its processes start at once.
+    If Triton's disk cache is empty, the compiling processes start at once, not with the first kernel.
 
     Args:
         rank: number of this rank.
-        ranks: number of ranks on this machine that share the work.
+        ranks: number of ranks on this machine, which share the compilations.
     """
     if find_spec("triton") is None:
         return nullcontext()

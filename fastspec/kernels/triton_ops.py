@@ -1,4 +1,4 @@
-"""Ops as Triton kernels, for steps on CUDA."""
+"""`TritonOps`: the operations of a decoding step as Triton kernels, for CUDA."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.shapes import UNTILED, Tiling
 
-DECODE_ROWS = 64  # largest number of rows of a step's product; larger tilings belong to prompts
+DECODE_ROWS = 64  # largest number of rows of a matrix product in a decoding step; larger tilings belong to prefill
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Work area for the passes of one model. Every kernel restores its counters and keys before it ends.
+    """Scratch memory of `attend` and `argmax` for one model. Every kernel sets it back to its first state at its end.
 
     Attributes:
-        attend: work area of `attend`.
-        argmax: int64 zeros for `argmax`: one per row, plus one.
+        attend: scratch memory of `attend`.
+        argmax: int64 zeros for `argmax`: for each logits row its largest logit so far with its id, then one counter.
     """
 
     attend: AttendWork
@@ -76,7 +76,7 @@ class Workspace:
 
 
 class TritonOps(Ops):
-    """Ops with a Triton kernel; others are inherited from torch's. Each method has the signature of its op."""
+    """Ops that run Triton kernels. Those without a kernel are inherited, in torch. `Ops` defines all signatures."""
 
     name = "triton"
     logit_words = 0
@@ -150,7 +150,8 @@ class TritonOps(Ops):
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
         product = call.product
-        # no regrouping for 8-bit codes: their rows must be raised as well, which the regrouping kernel does at no cost
+        # attention does not regroup its result for a product with 8-bit codes. Such a product also needs its rows times
+        # 2^64, and the kernel that multiplies them regroups them at no cost
         regroup = product is not None and not reads_raised(product) and runs_on_tma([product], call.positions.numel())
         return attend_paged(call, work.attend, regroup)
 
@@ -168,17 +169,19 @@ class TritonOps(Ops):
         gelu: bool = False,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """Computes a product with a weight that `store` returned.
+        """Computes x W^T [+ bias] and its epilogue, as `reference.linear`, with the kernel for the weight and x.
 
-        | weight | rows | kernel |
+        | weight [N, K] | pass | kernel |
         |---|---|---|
-        | packed | of steps | `packed_linear` |
-        | packed | of a prompt | `prefill_linear`: the same bits for any number of tokens |
-        | quantised | up to MAX_ROWS, or of steps | `packed_linear`, which reads fewer bytes |
-        | quantised | more, of a prompt | `prefill_quantised` |
-        | rows, 16 bits | of steps, or N < PACKED_ROWS | `tile_linear`: bits of a library depend on the number of rows |
-        | rows, fp32 | of steps | `tile_linear`: a library would need padding to the largest number of rows |
-        | rows | others | a product of a library |
+        | packed | decoding | `packed_linear` |
+        | packed | prefill | `prefill_linear`: a row has the same bits for any number of tokens |
+        | quantised | decoding, or up to MAX_ROWS rows | `packed_linear`, which reads fewer bytes |
+        | quantised | prefill of more rows | `prefill_quantised` |
+        | row-major, 16 bits | decoding, or N < PACKED_ROWS | `tile_linear`: cuBLAS's bits depend on the row count |
+        | row-major, fp32 | decoding | `tile_linear`: cuBLAS would need padding to the largest number of rows |
+        | row-major | any other | cuBLAS |
+
+        If `tiling.rows` is None, cuBLAS multiplies every row-major weight.
 
         Raises:
             RuntimeError: equal bits are required, but a library would multiply fp32 in tf32.
@@ -187,7 +190,7 @@ class TritonOps(Ops):
         if weight.format != "rows":
             rows, quantised = x.numel() // x.shape[-1], weight.format == "codes"
             prompt = prompt and not (quantised and rows <= MAX_ROWS)
-            # these products do not support a bias with a gate
+            # the prefill kernels do not support a bias together with a gate
             if prompt and (bias is None or not gated):
                 product = prefill_quantised if quantised else prefill_linear
                 if gelu and gated:
@@ -224,10 +227,13 @@ class TritonOps(Ops):
         tiling: Tiling,
         reduce: Reduce | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs one chain of products for a step of many rows. Otherwise it computes product by product.
+        """Computes a layer from the attention output on, as `reference.layer_tail`.
+
+        In a decoding step of many rows on sm_90, fused TMA kernels compute all of it. Otherwise `linear` computes each
+        matrix product.
 
         Args:
-            attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
+            attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64] (packing.py).
             others: see `reference.layer_tail`.
         """
         weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
@@ -257,9 +263,9 @@ class TritonOps(Ops):
     def normed_logits(
         x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
     ) -> tuple[Tensor, Tensor]:
-        """Launches one kernel in steps. Rows of prompts are multiplied in tiles.
+        """Computes an MoE router's logits of normed x: one kernel in a decoding step, two in a prefill pass.
 
-        A row has the same bits in steps and in prompts, whatever other rows there are. So `tiling` is not read.
+        A row has the same bits in both, and with any other rows beside it. So `tiling` is not read.
         """
         if x.shape[1] <= MAX_SPLIT_QUERIES:
             return routers.normed_logits(x, weight, eps, router, bias)
@@ -285,7 +291,7 @@ class TritonOps(Ops):
             out.view(torch.int64).copy_(reference.keys_of(logits, limit))
         elif tiling.rows is None:
             reference.argmax(x, weight, limit, tiling, norm=norm, work=None, out=out)
-        else:  # `out` may be a column of the drafts, but that kernel writes contiguous ids
+        else:  # `out` may be a strided column of the draft tokens, but `tile_argmax` returns contiguous ids
             out.copy_(tile_argmax(x, weight.data, limit, work.argmax, norm=norm, pdl=has_pdl(x.device)))
 
 

@@ -52,7 +52,7 @@ def test_what_it_cannot_read_is_refused() -> None:
     rows, ids, x, norms = inputs(64, F32, F32, "cpu")
     for change, said in (
         ({"x": x[..., :32]}, "x is"),
-        ({"x": x.bfloat16()}, "wanted both plain and of one dtype"),
+        ({"x": x.bfloat16()}, "wanted a contiguous embedding without quantisation"),
         ({"ids": ids.int()}, "ids is"),
         ({"norms": (norms[0], norms[1][:32])}, "norm is"),
     ):
