@@ -1,8 +1,8 @@
-"""Sets how an SM's memory is divided while a kernel runs: shared memory for its CTAs, the rest for L1.
+"""Sets a kernel's shared memory carveout: the part of an SM's on-chip memory that is shared memory. The rest is L1.
 
-L1 holds values that are being loaded, so a kernel with little L1 reads slowly. A division stays until a kernel with
+L1 holds values that are being loaded, so a kernel with little L1 reads slowly. A carveout stays until a kernel with
 another preference starts on an idle SM. With programmatic dependent launch an SM is hardly ever idle. Triton prefers
-all shared memory for any kernel that needs more than 48 KiB. One such kernel in a layer would slow down all others
+the largest carveout for any kernel that needs more than 48 KiB. One such kernel in a layer would slow down all others
 (measured in perf/LOG.md). So each kernel gets a preference here.
 
 CUDA Driver API: cuFuncSetAttribute, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
@@ -18,21 +18,28 @@ import torch
 
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 RESERVED = 1024  # bytes of shared memory that the system takes for each CTA (compute capability 8.0 on)
-LEAST = 14  # percent; 32 KiB on an H200. Kernels that need less use this
+LEAST = 14  # percent: 32 KiB on an H200. Kernels that need less shared memory get this carveout
 
 
 def percent_of(programs: int, shared: int, room: int, least: int) -> int:
-    """Returns the percentage of an SM's `room` bytes that `programs` CTAs of `shared` bytes need; at least `least`."""
+    """Returns the carveout, in percent, that a kernel needs.
+
+    Args:
+        programs: number of CTAs that run on one SM at the same time.
+        shared: bytes of shared memory of one CTA.
+        room: largest number of bytes of shared memory of an SM.
+        least: lower limit of the result.
+    """
     needed = -(-100 * programs * (shared + RESERVED) // room)
     return min(100, max(least, needed))
 
 
 def divide(compiled: Any, least: int = LEAST) -> None:
-    """Sets the preference of a compiled kernel that has been launched on the current device. Later calls do nothing.
+    """Sets the carveout of a compiled kernel that was launched on the current device. Later calls do nothing.
 
     Args:
-        compiled: result of a launch. Triton's interpreter returns None, and nothing is set.
-        least: least percent of the memory that is shared memory.
+        compiled: Triton's result of the launch. In its interpreter that is None, and nothing is set.
+        least: lower limit of the carveout, in percent.
 
     Raises:
         RuntimeError: the driver reports an error of this call or of an earlier kernel.
@@ -62,6 +69,6 @@ def _driver() -> Any:
 def _check(result: int) -> None:
     if result:
         raise RuntimeError(
-            f"the CUDA driver reports error {result} as a kernel's shared memory is set, of this call or of an earlier "
-            "kernel: CUDA_LAUNCH_BLOCKING=1 shows which"
+            f"setting a kernel's shared memory, the CUDA driver reports error {result}, of this call or of an earlier "
+            "kernel: set CUDA_LAUNCH_BLOCKING=1 to see which"
         )

@@ -1,4 +1,4 @@
-"""Checks of kernel arguments by shape, dtype and strides. Reading a value would wait for the device.
+"""Checks of kernel arguments by shape, dtype and strides. Values are not checked: reading one would wait for the GPU.
 
 A kernel gets addresses and a few strides, and assumes the rest. Without checks it would misread a tensor of another
 layout, or write out of bounds, without an error.
@@ -18,7 +18,7 @@ MAX_HEAD_DIM = 512  # largest head_dim in the launch tables of attention
 
 
 def told(tensor: Tensor) -> str:
-    """Formats dtype and shape of a tensor for an error, and its strides if it is not contiguous."""
+    """Describes a tensor in an error message: dtype, shape, and strides if it is not contiguous."""
     strides = "" if tensor.is_contiguous() else f" with strides {list(tensor.stride())}"
     return f"{_name(tensor.dtype)} {list(tensor.shape)}{strides}"
 
@@ -26,14 +26,14 @@ def told(tensor: Tensor) -> str:
 def check(
     name: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None, *, step: str | None = None
 ) -> None:
-    """Raises ValueError unless `tensor` is contiguous, of this shape and, if given, of this dtype.
+    """Raises ValueError unless `tensor` is contiguous and has the wanted shape and dtype.
 
     Args:
-        name: name of the tensor in the error.
+        name: name of the tensor in the error message.
         tensor: the argument to check.
         shape: wanted shape.
         dtype: wanted dtype; None: any.
-        step: advice at the end of the error. Default: advice for the difference found.
+        step: next step for the caller, the end of the message. None: a step that fits the difference.
     """
     fits = tensor.shape == tuple(shape) and dtype in (None, tensor.dtype)
     if fits and tensor.is_contiguous():
@@ -43,7 +43,7 @@ def check(
 
 
 def check_table(name: str, table: Tensor, rows: int, width: int = 1) -> None:
-    """Raises ValueError unless `table` is int64 with `rows` rows of `width` columns or more, each row contiguous."""
+    """Raises ValueError unless `table` is int64 [rows, width or more] with contiguous rows."""
     fits = table.dim() == 2 and table.dtype == torch.int64 and table.shape[0] == rows and table.shape[1] >= width
     if fits and table.stride(1) == 1:
         return
@@ -52,13 +52,13 @@ def check_table(name: str, table: Tensor, rows: int, width: int = 1) -> None:
 
 
 def check_room(name: str, tensor: Tensor, least: int, step: str) -> None:
-    """Raises ValueError unless `tensor` is contiguous int64 with at least `least` elements."""
+    """Raises ValueError unless `tensor` is contiguous int64 with at least `least` elements. For `step` see `check`."""
     if tensor.dtype != torch.int64 or tensor.numel() < least or not tensor.is_contiguous():
         raise ValueError(f"{name} is {told(tensor)}; wanted contiguous int64 [{least}] or longer: {step}")
 
 
 def check_logits(logits: Tensor) -> None:
-    """Raises ValueError unless `logits` is fp32 [B, places, V] whose last axis is contiguous."""
+    """Raises ValueError unless `logits` is fp32 [B, positions, V] whose last axis is contiguous."""
     if logits.dim() != 3 or logits.dtype != torch.float32 or logits.stride(2) != 1:
         raise ValueError(
             f"logits is {told(logits)}; wanted float32 [B, places, V], contiguous over the vocabulary: "
@@ -67,7 +67,7 @@ def check_logits(logits: Tensor) -> None:
 
 
 def check_ieee() -> None:
-    """Raises RuntimeError if torch may multiply fp32 in tf32, which keeps 10 of 23 bits of the mantissa."""
+    """Raises RuntimeError if torch is set to multiply fp32 matrices in tf32, with 10 of the 23 bits of the mantissa."""
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         raise RuntimeError(
             "torch is set to multiply float32 in tf32; exact=True needs IEEE products: call "
@@ -78,7 +78,15 @@ def check_ieee() -> None:
 def check_cache(
     rows: Tensor, keys: Tensor, values: Tensor, block_table: Tensor, positions: Tensor, num_heads: int
 ) -> None:
-    """Raises ValueError unless kernels can read a cache for `rows` [B, Q, ...] with `num_heads` query heads."""
+    """Raises ValueError unless the attention kernels can read this paged KV cache.
+
+    Args:
+        rows: [B, Q, ...], a tensor of the new tokens; only its first two sizes are read.
+        keys, values: cache of one layer, [num_pages, page_size, Hkv, D].
+        block_table: int64 [B, P].
+        positions: int64 [B, Q].
+        num_heads: number of query heads.
+    """
     if keys.dim() != 4 or not keys.is_contiguous() or keys.dtype not in (*ATTENTION_TYPES, FP8):
         raise ValueError(
             f"keys is {told(keys)}; wanted contiguous [num_pages, page_size, Hkv, D] of bfloat16, float16, float32 or "
@@ -97,9 +105,10 @@ def check_cache(
 
 
 def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
-    """Returns the dtype that query rows must have: the cache's dtype.
+    """Returns the dtype that queries `rows` must have: that of the KV cache, of which `keys` is a part.
 
-    With an 8-bit cache every dtype is allowed, so the result is the dtype of `rows`.
+    An 8-bit cache allows any of ATTENTION_TYPES. The result is then the dtype of `rows`, or bf16 if that is none of
+    them.
     """
     if keys.dtype != FP8:
         return keys.dtype
@@ -107,7 +116,7 @@ def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int, dtype: torch.dtype) -> None:
-    """Raises ValueError unless `sinks` is None, or one number per query head in fp32 or `dtype`."""
+    """Raises ValueError unless attention sinks are None, or [num_heads] in fp32 or `dtype`."""
     if sinks is not None:
         check("sinks", sinks, (num_heads,), dtype if sinks.dtype == dtype else torch.float32)
 

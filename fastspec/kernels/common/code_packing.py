@@ -1,21 +1,22 @@
-"""The packed form of a quantised matrix, `Codes`, for products with few rows of x.
+"""`PackedCodes`: a quantised matrix [N, K] in the layout that the kernels for few rows of x read.
 
     words int32 [N/16, K/C, 16, 16],   C = 64 codes of 8 bits, or 128 of 4 bits
 
-Rows are in the order of `packing`: a gated matrix has 8 of the gate, then the 8 of up. A row of one chunk of C values
-of K is 64 bytes. Lane 4 g + t of a warp loads bytes 16 t to 16 t + 15 of rows g and g + 8. Half h of word 4 t + c holds
-codes number i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits), which are those of
+A tile is 16 rows, a chunk is C consecutive columns. Rows are in the order of packing.py: in a gated matrix, 8 rows of
+the gate and the matching 8 of up alternate. A row's codes of one chunk are 64 bytes, or 16 words. Lane 4 g + t of a
+warp loads words 4 t to 4 t + 3 of rows g and g + 8. The 16-bit half h (0 or 1) of word 4 t + c holds codes number
+i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits). These are the codes of the columns
 
     k = 32 i + 8 t + 2 c + h                                 within the chunk, or
-    k = 32 i + 16 (c // 2) + 4 t + 2 (c % 2) + h             if each group of 32 values has a sum of its own
+    k = 32 i + 16 (c // 2) + 4 t + 2 (c % 2) + h             in int4 with groups of 32, whose sums are separate
 
-`FIELDS` gives the place of each bit of a code in a half. Masks and shifts alone make a bf16 of it:
+`FIELDS` says which bit of a half holds which bit of a code. Masks and shifts alone make a bf16 of a code:
 
 - a bf16 with bits 15..8 zero is the integer in its bits 7..0 times 2^-133,
 - a bf16 with the bits of an e4m3 code at 10..4 is its value times 2^-120,
 - a bf16 with the bits of an e2m1 code at 8..6 is its value times 2^-126.
 
-| form | of                      | a code                                                      |
+| form | format of `Codes`       | stored code                                                 |
 |------|-------------------------|-------------------------------------------------------------|
 | fp8  | fp8                     | unchanged; NaN (127, 255) counts as +-480                   |
 | int8 | int8 without a -128     | sign and magnitude                                          |
@@ -23,7 +24,8 @@ codes number i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits), which are those of
 | int4 | int4                    | unchanged; the product subtracts zero points                |
 | fp4  | fp4                     | unchanged                                                   |
 
-Each row has a factor in fp32. The scale of a group is this factor times the group's stored number.
+Each row has a factor in fp32. The scale of a group of columns is this factor times the number that `scales` has for the
+group.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from torch import Tensor
 from fastspec.kernels.common.codes import BITS, Codes, CodesKind, e2m1
 
 Form = Literal["fp8", "int8", "off8", "int4", "fp4"]
-Field = tuple[int, int, int]  # first bit in a code, number of bits, first bit in the half
+Field = tuple[int, int, int]  # some bits of a code: first bit in the code, number of bits, first bit in the half
 FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
     "fp8": (((7, 1, 15), (0, 7, 4)), ((7, 1, 11), (4, 3, 12), (0, 4, 0))),
     "int8": (((7, 1, 15), (0, 7, 0)), ((7, 1, 7), (0, 7, 8))),
@@ -46,30 +48,32 @@ FIELDS: dict[Form, tuple[tuple[Field, ...], ...]] = {
     "int4": (((0, 4, 0),), ((0, 4, 4),), ((0, 4, 8),), ((0, 4, 12),)),
     "fp4": (((3, 1, 15), (0, 3, 6)), ((3, 1, 12), (0, 3, 3)), ((3, 1, 14), (0, 3, 9)), ((3, 1, 13), (0, 3, 0))),
 }
-# sums of products are 2^LIFT times too small, after x or the codes were multiplied by 2^64. For fp4 neither is: its
-# scales are stored 2^FP4_RAISED times larger
+# Kernels multiply x or the codes by 2^64, except for fp4. Their sums of products are then 2^LIFT times too small, so
+# factors of rows are stored 2^LIFT times larger. Scales of fp4 groups are stored 2^FP4_RAISED times larger
 LIFT: dict[Form, int] = {"fp8": 56, "int8": 69, "off8": 69, "int4": 69, "fp4": 26}
 FP4_RAISED = 100
 # by format: numbers of columns that may share a scale
 GROUPS = {"fp8": (64, 128), "int8": (64, 128), "int4": (32, 64, 128), "fp4": (16, 32)}
-PART = 2**23  # number of codes packed at a time; this needs a few times as much temporary memory
+PART = 2**23  # number of codes packed at a time, which need a few times as many bytes of temporary memory
 
 
 @dataclass(slots=True, eq=False)
 class PackedCodes:
-    """A quantised matrix [N, K] in packed form; `fill` writes it.
+    """A quantised matrix [N, K] in the packed layout at the top of this file. `fill` writes it.
 
     Attributes:
-        kind: format and blocks, see `Codes`.
-        gated: True if rows are interleaved, see `Weight`.
-        form: layout of the bits. `fill` may change it from int8 to off8.
+        kind: quantisation format, and the blocks that share a scale; see `Codes`.
+        gated: True if rows of gate and up are interleaved, see `Weight`.
+        form: layout of a code's bits. `fill` may change it from int8 to off8.
         words: int32 [N/16, K/C, 16, 16].
-        factors: fp32 [N], in the order of words' rows: 2^LIFT times the scale of each row.
-        scales: scales of groups, relative to factors; None if each row has one scale.
-            int4, fp8, int8: [N/16, K/G, 8], int32 pairs of fp16, rows r and r + 8 of a tile, or int64 pairs of fp32.
-            Blocks of 128 rows: [N/16, K/G, 1], with one pair for all rows. fp4: int32 [N/16, K/128, 16, T, 2], pairs of
-            bf16 for the groups 0, 1, 2, 3 (T = 1), or 0, 2, 4, 6 and 1, 3, 5, 7 (T = 2).
-        zeros: int32 [N/16, K/G, 8], pairs of bf16; None if there are no zero points, or if each is 8.
+        factors: fp32 [N], in the order of words' rows: the factor of each row, times 2^LIFT.
+        scales: numbers of groups of G columns. The scale of a group is this number times the row's factor. None if each
+            row has one scale, which is its factor.
+            int4, fp8, int8: [N/16, K/G, 8], pairs for rows r and r + 8 of a tile: int32 (two fp16) or int64 (two fp32).
+            With blocks of 128 rows: [N/16, K/G, 1], one pair for all rows.
+            fp4: int32 [N/16, K/128, 16, T, 2], each two bf16. T = 1: groups 0, 1, 2, 3 of a chunk.
+            T = 2: groups 0, 2, 4, 6, then groups 1, 3, 5, 7.
+        zeros: zero points of int4: int32 [N/16, K/G, 8], pairs of bf16. None if there are none, or if each is 8.
     """
 
     kind: CodesKind
@@ -82,7 +86,12 @@ class PackedCodes:
 
     @classmethod
     def empty(cls, shape: tuple[int, int], kind: CodesKind, gated: bool, device: torch.device) -> PackedCodes:
-        """Allocates memory for a matrix (N, K).
+        """Allocates a matrix that `fill` writes.
+
+        Args:
+            shape: (N, K).
+            kind, gated: see `PackedCodes`.
+            device: device of the matrix.
 
         Raises:
             ValueError: `can_pack_codes` returns False.
@@ -103,12 +112,12 @@ class PackedCodes:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Size of the matrix, (N, K)."""
         return self.words.shape[0] * 16, self.words.shape[1] * 512 // BITS[self.kind.format]
 
     @property
     def group(self) -> int:
-        """Number of values of K that share a scale; 0 if each row has one scale."""
+        """Number of columns that share a scale; 0 if each row has one scale."""
         return group_of(self.shape, self.kind)
 
     @property
@@ -117,10 +126,12 @@ class PackedCodes:
         return sum(each.nbytes for each in (self.words, self.factors, self.scales, self.zeros) if each is not None)
 
     def fill(self, codes: Codes) -> None:
-        """Packs `codes`, on their device. Rows are in the checkpoint's order; a gated matrix has the gate's rows first.
+        """Packs `codes`, on their device.
+
+        Rows of `codes` are in the checkpoint's order: a gated matrix has the gate's rows first.
 
         Raises:
-            ValueError: another shape or kind, or scales of fp4 that are not small numbers times a factor of their row.
+            ValueError: `codes` have another shape or kind; or their fp4 scales do not fit, see `_by_small_scales`.
         """
         if codes.shape != self.shape or codes.kind != self.kind:
             raise ValueError(f"codes are {codes.kind} of {codes.shape}; there is room for {self.kind} of {self.shape}")
@@ -132,10 +143,11 @@ class PackedCodes:
     def fill_rounded(
         self, runs: Iterable[tuple[int, Tensor]], pack: Callable[[PackedCodes, int, Tensor], Tensor]
     ) -> None:
-        """Fills the weight from values, which `pack` rounds. Values come in ranges of whole tiles, in order.
+        """Fills the matrix from float values, which arrive in ranges of rows and which `pack` quantises.
 
         Args:
-            runs: (number of the first tile, rows [n, K]), ascending. A gated matrix has the gate's rows first.
+            runs: (number of the range's first tile, rows [n, K] of whole tiles), ascending, all rows in total. Each
+                range of a gated matrix has gate rows first, then the matching rows of up.
             pack: `rounding.pack_rounded`, or a kernel for it. It writes the words of a range, without -128 in int8, and
                 returns the scales.
         """
@@ -143,16 +155,16 @@ class PackedCodes:
         self.fill_scales(scales, None)
 
     def _joined(self, runs: list[Tensor]) -> Tensor:
-        """Joins values of rows, which come in ranges of rows, in the order of the words.
+        """Joins scales [n, groups] of ranges of rows to [N, groups], in the checkpoint's order of rows.
 
-        Each row has one value or more.
+        Each range of a gated matrix has gate rows first, then rows of up. The result has all gate rows first.
         """
         if not self.gated:
             return torch.cat(runs)
         return torch.cat([run[: len(run) // 2] for run in runs] + [run[len(run) // 2 :] for run in runs])
 
     def fill_words(self, tile: int, codes: Tensor) -> None:
-        """Packs the codes of whole tiles of rows [n, K], from tile number `tile` on."""
+        """Packs uint8 codes [n, K] of whole tiles into `words`, from tile number `tile` on. Gate rows come first."""
         tiles = _tiles(codes, self.gated)
         step = max(1, PART // (16 * self.shape[1]))
         for first in range(0, len(tiles), step):
@@ -165,7 +177,10 @@ class PackedCodes:
         return self.kind.format == "int4" and self.group == 32
 
     def fill_scales(self, scales: Tensor, zeros: Tensor | None) -> None:
-        """Stores scales [N, groups] and zero points in the order of rows. Without zero points each is 8."""
+        """Stores fp32 scales and zero points [N, groups], given in the checkpoint's order of rows.
+
+        Sets `factors`, `scales` and `zeros`. If `zeros` is None, every zero point of int4 is 8.
+        """
         form, gated = self.form, self.gated
         lift = 2.0 ** LIFT[form]
         if not self.group:
@@ -189,7 +204,7 @@ class PackedCodes:
             pairs = _pairs(scales, gated).view(torch.int64).squeeze(-1)
             pairs = pairs[:, :, :1] if self.kind.block[0] > 1 else pairs
         assert self.scales is not None
-        if self.scales.dtype != pairs.dtype:  # fp16 does not hold these
+        if self.scales.dtype != pairs.dtype:  # allocated for fp16, which cannot hold these scales exactly
             self.scales = torch.empty_like(pairs, memory_format=torch.contiguous_format)
         self.scales.copy_(pairs)
         self.zeros = None
@@ -197,7 +212,7 @@ class PackedCodes:
             self.zeros = _pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Computes the matrix [N, K], the gate's rows first, in fp32, and rounds it once."""
+        """Returns the matrix [N, K] in the checkpoint's order of rows, computed in fp32 and rounded once to `dtype`."""
         tiles = self._values(torch.arange(self.shape[0], device=self.words.device), dtype)
         return _rows(tiles.unflatten(0, (-1, 16)), self.gated)
 
@@ -206,7 +221,7 @@ class PackedCodes:
         return self._values(ids.flatten(), dtype).view(*ids.shape, -1)
 
     def _values(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantises rows [n, K] at ids [n] in the order of the words."""
+        """Dequantises rows to [n, K]. ids: int64 [n], row numbers in the order of `words`."""
         tile, row = ids // 16, ids % 16
         values = _decoded(self.words[tile, :, row], self.form, self._narrow_lanes)
         factors = self.factors[ids] * 2.0 ** -LIFT[self.form]
@@ -219,7 +234,7 @@ class PackedCodes:
         return (values * _spread(self._scales(tile, row) * factors[:, None], self.group)).to(dtype)
 
     def _scales(self, tile: Tensor, row: Tensor) -> Tensor:
-        """Returns the scales of rows, fp32 [n, K/G], relative to `factors`."""
+        """Returns `scales` of rows, fp32 [n, K/G], not multiplied by `factors`. Row r is row[r] of tile tile[r]."""
         assert self.scales is not None
         if self.form == "fp4":
             found = self.scales[tile, :, row].view(torch.bfloat16).transpose(-1, -2)  # [n, K/128, 4, T]
@@ -228,7 +243,7 @@ class PackedCodes:
 
 
 def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
-    """True if a quantised matrix (N, K) can be packed: one scale per row, or groups that the products support."""
+    """True if a quantised matrix (N, K) can be packed: it has one scale per row, or groups that the kernels support."""
     (n, k), (rows, columns) = shape, kind.block
     fits = n > 0 and k > 0 and n % 16 == 0 and k % 128 == 0
     if not group_of(shape, kind):
@@ -238,16 +253,16 @@ def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
 
 
 def group_of(shape: tuple[int, int], kind: CodesKind) -> int:
-    """Returns the number of values of K that share a scale.
+    """Returns the number of columns that share a scale.
 
-    0 if each row has one scale and the products of the format support that.
+    0 if each row has one scale and the kernels of the format support that.
     """
     whole = kind.block[1] >= shape[1] and kind.block[0] == 1 and kind.format in ("fp8", "int8")
     return 0 if whole else kind.block[1]
 
 
 def _tiles(rows: Tensor, gated: bool) -> Tensor:
-    """Views or copies rows [N, ...] as tiles [N/16, 16, ...], in packed order."""
+    """Views or copies rows [N, ...] in the checkpoint's order as tiles [N/16, 16, ...] in the order of `words`."""
     tiles: Tensor = (
         rows.unflatten(0, (2, -1, 8)).transpose(0, 1).flatten(1, 2) if gated else rows.unflatten(0, (-1, 16))
     )
@@ -255,13 +270,13 @@ def _tiles(rows: Tensor, gated: bool) -> Tensor:
 
 
 def _rows(tiles: Tensor, gated: bool) -> Tensor:
-    """Undoes `_tiles`."""
+    """Undoes `_tiles`: returns rows [N, ...] of tiles [N/16, 16, ...]."""
     halves: Tensor = tiles.unflatten(1, (2, 8))
     return halves.transpose(0, 1).flatten(0, 2) if gated else tiles.flatten(0, 1)
 
 
 def _halves(codes: Tensor, form: Form, narrow: bool) -> Tensor:
-    """Packs uint8 codes [16 n, K] into int16 halves [n, K/C, 16, 32]."""
+    """Packs uint8 codes [16 n, K] into int16 [n, K/C, 16, 32]. narrow: int4 with groups of 32, see the file's top."""
     count = len(FIELDS[form])
     code = codes.to(torch.int16)
     if form == "int8":
@@ -281,7 +296,7 @@ def _halves(codes: Tensor, form: Form, narrow: bool) -> Tensor:
 
 
 def _decoded(words: Tensor, form: Form, narrow: bool) -> Tensor:
-    """Decodes words [n, K/C, 16] of rows to fp32 numbers [n, K]."""
+    """Decodes the int32 words [n, K/C, 16] of n rows to fp32 numbers [n, K]. For `narrow` see `_halves`."""
     halves = words.contiguous().view(torch.int16).unflatten(2, (4, 4, 2))
     parts = []
     for fields in FIELDS[form]:
@@ -308,19 +323,20 @@ def _numbers(codes: Tensor, form: Form) -> Tensor:
 
 
 def _exponents(scales: Tensor) -> Tensor:
-    """Returns one exponent for each row, fp32 [N].
+    """Returns one exponent for each row of scales [N, groups], fp32 [N].
 
-    The scales [N, groups] of a row, divided by 2^exponent, are at most 2^15.
+    A row's scales, divided by 2^exponent, are at most 2^15, so that fp16 can hold them.
     """
     largest = scales.abs().amax(1)
     return torch.frexp(largest).exponent.float() - 15
 
 
 def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits scales [N, groups] into numbers of at most four significant bits and a factor [N] for each row.
+    """Splits scales [N, groups] of fp4 into small numbers [N, groups] times one factor [N] for each row.
 
-    Scales of fp4 are e4m3 numbers times one fp32, or powers of two. The tried factors are the largest scale of the row
-    over 8, 9, .. 15. With a factor that fits, products are within 2^-22 of the scales.
+    A small number has at most four significant bits. Checkpoints have scales that are e4m3 numbers times one fp32
+    number, or powers of two. The tried factors are the largest scale of the row over 8, 9, .. 15. A factor fits if all
+    products differ from the scales by at most a 2^-22 part.
 
     Raises:
         ValueError: no tried factor fits.
@@ -338,7 +354,8 @@ def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
         todo &= ~fits
     if bool(todo.any()):
         raise ValueError(
-            f"scales of {int(todo.sum())} rows of fp4 codes are no e4m3 numbers times one fp32 number; dequantise it"
+            f"the scales of {int(todo.sum())} rows of fp4 codes are not e4m3 numbers times one fp32 number; dequantise "
+            "the matrix"
         )
     return small, factors[:, 0]
 
@@ -350,7 +367,10 @@ def _pairs(values: Tensor, gated: bool) -> Tensor:
 
 
 def _of_pairs(words: Tensor, dtype: torch.dtype, tile: Tensor, row: Tensor) -> Tensor:
-    """Returns the scales fp32 [n, groups] of some rows. `words` [N/16, groups, 8 or 1] is the result of `_pairs`."""
+    """Undoes `_pairs` for some rows: returns fp32 [n, groups] of rows row[i] of tiles tile[i].
+
+    words: int32 or int64 [N/16, groups, 8 or 1], each a pair of values of `dtype`.
+    """
     pairs: Tensor = words[tile].view(dtype).unflatten(2, (-1, 2))  # [n, groups, 8 or 1, 2]
     at = torch.arange(len(tile), device=tile.device)
     return pairs[at, :, row % 8 % pairs.shape[2], row // 8].float()

@@ -1,4 +1,4 @@
-"""Dequantises values in Triton kernels, for prefill products and for rows of an embedding.
+"""Dequantises `PackedCodes` in Triton kernels, for matrix products of prefill and for rows of an embedding.
 
 The bits are those of `PackedCodes.dequantise`: fp32, rounded once to bf16.
 """
@@ -15,13 +15,13 @@ from fastspec.kernels.common.code_packing import FP4_RAISED, LIFT, PackedCodes
 
 
 class ValueSource(NamedTuple):
-    """A quantised matrix, as argument of `code_values`.
+    """Tensors of a `PackedCodes`, as the argument `source` of `code_values`.
 
     Attributes:
-        halves: int16, the words of `PackedCodes`.
+        halves: int16 view of `PackedCodes.words`.
         factors: fp32 [N].
-        scales: fp16 or fp32, for fp4 bf16; None if only rows have scales.
-        zeros: bf16 or None.
+        scales: view of `PackedCodes.scales` in fp16 or fp32, for fp4 in bf16. None if each row has one scale.
+        zeros: bf16 view of `PackedCodes.zeros`, or None.
     """
 
     halves: Any
@@ -31,7 +31,7 @@ class ValueSource(NamedTuple):
 
 
 def source_of(codes: PackedCodes) -> tuple[ValueSource, dict[str, Any]]:
-    """Returns the tensors and the constexpr arguments with which a kernel calls `code_values`."""
+    """Returns the argument `source` of `code_values` for a matrix, and its constexprs except K, by name."""
     scales = codes.scales
     if scales is not None:
         half = torch.bfloat16 if codes.form == "fp4" else torch.float16
@@ -49,13 +49,13 @@ E2M1_UNIT = tl.constexpr(2.0**126)
 
 @triton.jit
 def _integer(bits):
-    """Converts integers 0 .. 2^23 - 1 to fp32 without an instruction for it: they are the last bits of 2^23 + i."""
+    """Converts integers i in 0 .. 2^23 - 1 to fp32 without a conversion instruction: i is the last bits of 2^23 + i."""
     return (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def _decoded(half, i, FORM: tl.constexpr):
-    """Decodes code number i of halves, int32 0 .. 65535, to fp32."""
+    """Decodes code number i of each 16-bit half of a word to fp32. half: int32, 0 .. 65535."""
     if FORM == "fp8":
         first = ((half & 0x8000) << 16) | ((half & 0x07F0) << 16)
         second = ((half & 0x0800) << 20) | ((half & 0x7000) << 12) | ((half & 0x000F) << 20)
@@ -76,13 +76,13 @@ def _decoded(half, i, FORM: tl.constexpr):
 
 @triton.constexpr_function
 def blocks_of(FORM):
-    """Returns the number of codes in one half of a word. Each belongs to another block of 32 columns."""
+    """Returns the number of codes in one 16-bit half of a word. Each belongs to another block of 32 columns."""
     return 4 if FORM in ("int4", "fp4") else 2
 
 
 @triton.jit
 def column_of(place, FORM: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the column (0..31), within a block of 32 columns, of half number `place` of a row's 32 halves."""
+    """Returns the column (0..31) within its block of 32 columns to which 16-bit half number `place` (0..31) belongs."""
     if FORM == "int4" and GROUP == 32:
         return place % 8 // 4 * 16 + place // 8 * 4 + place % 4
     else:
@@ -98,16 +98,19 @@ def scaled(
     i,
     inside,
     K: tl.constexpr,
-    FORM: tl.constexpr,  # as in `PackedCodes`
-    GROUP: tl.constexpr,
-    PAIRS: tl.constexpr,  # number of pairs of scales of a tile per group of columns
-    LOWER: tl.constexpr,  # factor that removes the lift of the stored values
+    FORM: tl.constexpr,  # `PackedCodes.form`
+    GROUP: tl.constexpr,  # `PackedCodes.group`
+    PAIRS: tl.constexpr,  # number of pairs of scales of a tile per group of columns, 8 or 1; 0: each row has one scale
+    LOWER: tl.constexpr,  # 2^-LIFT
 ):
-    """Dequantises code number i of halves, int32, in fp32.
+    """Dequantises code number i of each 16-bit half, in fp32.
 
     Args:
-        n: rows, int64 in the order of the words.
-        k: columns. Halves that share a scale may have one n and one k.
+        half: int32, 0 .. 65535.
+        source: `ValueSource`.
+        n: row numbers of the codes, int64 in the order of `words`.
+        k: column numbers of the codes. Codes that share a scale may have one n and one k.
+        i: number of the code in its half.
         inside: mask of valid rows and columns.
     """
     value = _decoded(half, i, FORM)
@@ -142,7 +145,7 @@ def code_values(
     PAIRS: tl.constexpr,
     LOWER: tl.constexpr,
 ):
-    """Dequantises rows n (int64, in the order of the words) at columns k, in fp32. For other arguments see `scaled`."""
+    """Returns elements [n, k] of a quantised matrix in fp32. For the arguments see `scaled`."""
     C: tl.constexpr = 32 * blocks_of(FORM)
     within = k % 32
     place = within

@@ -1,4 +1,4 @@
-"""`Codes`: a quantised matrix [N, K] as its checkpoint defines it, before a kernel packs it.
+"""`Codes`: a quantised matrix [N, K] as its checkpoint defines it, before it is packed for kernels.
 
     value[n, k] = (decode(codes[n, k]) - zeros[n, g]) * scales[n // rows, k // columns],   g = k // columns
 
@@ -27,12 +27,13 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # OCP Microscaling Formats 1.0,
 
 
 class CodesKind(NamedTuple):
-    """The format of a quantised matrix. It is known before its values are read.
+    """Format of a quantised matrix, known before its values are read.
 
     Attributes:
-        format: decoding of a code.
-        block: rows and columns that share one scale: (1, K) a row, (1, G) a group of G, (128, 128) a block. The last
-            block of a row or column may be smaller.
+        format: meaning of a code, see the table at the top of this file.
+        block: numbers of rows and of columns that share one scale. (1, K): each row has one scale. (1, G): each group
+            of G columns of a row. (128, 128): each block of 128 x 128. Blocks at the right and lower edge may be
+            smaller.
     """
 
     format: CodeFormat
@@ -43,12 +44,12 @@ class CodesKind(NamedTuple):
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def of_part(self, rows: Sequence[tuple[int, int]], width: int) -> CodesKind:
-        """Returns the kind of `Codes.part`.
+        """Returns the kind of the result of `Codes.part`.
 
-        Blocks keep their rows if all ranges have whole blocks, else they have one row.
+        Its blocks have as many rows as before if all ranges consist of whole blocks. Otherwise they have one row.
 
         Args:
-            rows: (start, stop) of each range.
+            rows: (start, stop) of each range of rows.
             width: number of columns of the part. Its first column is a multiple of `width`.
         """
         tall, wide = self.block
@@ -58,10 +59,10 @@ class CodesKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Codes:
-    """One quantised matrix.
+    """A quantised matrix [N, K].
 
     Attributes:
-        kind: its format and blocks.
+        kind: format, and the blocks that share a scale.
         codes: uint8 [N, K], one code each.
         scales: fp32 [ceil(N / block rows), ceil(K / block columns)].
         zeros: uint8 [N, ceil(K / block columns)] for int4, whose blocks have one row; None for other formats.
@@ -91,7 +92,7 @@ class Codes:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K)."""
+        """Size of the matrix, (N, K)."""
         return self.codes.shape[0], self.codes.shape[1]
 
     def decoded(self) -> Tensor:
@@ -105,7 +106,7 @@ class Codes:
         return e2m1(self.codes)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Computes the values [N, K] in fp32 and rounds them once to `dtype`."""
+        """Returns the values [N, K], computed in fp32 and rounded once to `dtype`."""
         values, columns = self.decoded(), self.kind.block[1]
         if self.zeros is not None:
             values -= _spread(self.zeros.float(), columns, 1, values.shape[1])
@@ -114,7 +115,7 @@ class Codes:
         return values.to(dtype)
 
     def dequantise_into(self, place: Tensor) -> None:
-        """Writes the values to `place` [N, K], _SLICE rows at a time. So only that many exist in fp32."""
+        """Writes the values to `place` [N, K], in its dtype. Only about _SLICE rows exist in fp32 at a time."""
         rows = self.kind.block[0]
         step = -(-_SLICE // rows) * rows
         for start in range(0, self.shape[0], step):
@@ -124,9 +125,11 @@ class Codes:
             place[here] = part.dequantise(place.dtype)
 
     def part(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> Codes:
-        """Returns the matrix with only some ranges of rows (start, stop), and a range of columns or all.
+        """Returns a part of the matrix with the same values, for example that of one rank.
 
-        The values do not change. A range of columns begins at a multiple of its width.
+        Args:
+            rows: ranges of rows (start, stop), which are joined.
+            columns: range of columns (start, stop), which begins at a multiple of its width. None: all columns.
         """
         start, stop = columns or (0, self.shape[1])
         kind = self.kind.of_part(rows, stop - start)
@@ -141,13 +144,13 @@ class Codes:
         return Codes(kind, codes, whole.scales[blocks][:, groups].contiguous(), zeros)
 
     def in_order(self, order: Tensor) -> Codes:
-        """Reorders rows: row i of the result is row order[i]."""
+        """Returns the matrix with its rows reordered: row i of the result is row order[i]. Blocks have one row."""
         rows = self.by_rows()
         zeros = None if rows.zeros is None else rows.zeros[order]
         return Codes(rows.kind, rows.codes[order], rows.scales[order], zeros)
 
     def by_rows(self) -> Codes:
-        """Converts blocks of several rows to blocks of one row. The values do not change."""
+        """Returns the matrix with blocks of one row instead of several. The values do not change."""
         rows, columns = self.kind.block
         if rows == 1:
             return self
@@ -162,18 +165,18 @@ def e2m1(codes: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, times: int, dim: int, size: int) -> Tensor:
-    """Repeats each value `times` times along `dim`, cut to `size`."""
+    """Repeats each value `times` times along axis `dim`, and keeps the first `size` entries of that axis."""
     return values.repeat_interleave(times, dim).narrow(dim, 0, size)
 
 
 def join(parts: Sequence[Codes]) -> Codes:
-    """Joins the rows of matrices of one format and one K: [sum of N, K].
+    """Concatenates the rows of matrices [N_i, K]: [sum of N_i, K].
 
     Blocks of several rows stay if every part except the last has only whole ones. Otherwise they become blocks of one
     row.
 
     Raises:
-        ValueError: parts differ in format, in K, or in the columns of a block.
+        ValueError: the matrices differ in format, in K, or in the columns of a block.
     """
     kind = joined_kind([each.kind for each in parts], [each.shape for each in parts])
     if kind is None:
@@ -189,7 +192,7 @@ def join(parts: Sequence[Codes]) -> Codes:
 
 
 def joined_kind(kinds: Sequence[CodesKind], shapes: Sequence[tuple[int, int]]) -> CodesKind | None:
-    """Returns the kind of `join` for matrices of these kinds and shapes. None if they cannot be joined."""
+    """Returns the kind of the result of `join` for matrices of these kinds and shapes. None if it would fail."""
     first = kinds[0]
     if len({(kind.format, kind.block[1], shape[1]) for kind, shape in zip(kinds, shapes, strict=True)}) > 1:
         return None

@@ -1,6 +1,6 @@
-"""Compile jobs: a kernel's source as text, and the process that compiles it.
+"""Compile jobs: the description of a Triton compilation as text, and the processes that compile such jobs.
 
-A job is JSON: a kernel by module and name, the types and constants of its arguments, the target and Triton's options.
+A job is JSON: the kernel's module and name, the types and constants of its arguments, the target and Triton's options.
 Names outside `fastspec` and `triton` are refused, because the text comes from another process.
 """
 
@@ -32,9 +32,9 @@ _PLAIN: Final = (bool, int, float, str, type(None))
 
 
 class NotSendable(TypeError):
-    """A job has an argument that cannot be converted to text.
+    """Error: a compilation cannot be converted to the text of a job.
 
-    The process that wants the kernel must compile it itself.
+    The process that needs the kernel must compile it itself.
     """
 
 
@@ -42,7 +42,8 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
     """Converts a call of Triton's compiler to the text of a job.
 
     Args:
-        compiling: the closure that Triton submits: over the source, the target, the options and its settings.
+        compiling: the function that Triton submits to an executor. It is a closure with the source, the target, the
+            options and the environment settings of the compilation.
 
     Raises:
         NotSendable: this version of Triton is unknown, or an argument cannot be converted to text.
@@ -53,13 +54,13 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
         parts = source.fn, source.signature, source.constants, source.attrs
         target, options, settings = held["target"], held["options"].__dict__, held["env_vars"]
     except (KeyError, AttributeError) as error:
-        raise NotSendable(f"this Triton compiles from something else: {error}") from error
+        raise NotSendable(f"this version of Triton describes a compilation by something else: {error}") from error
     gluon = type(source).__name__ == "GluonASTSource"
-    return json.dumps([gluon, *map(_told, (*parts, target, options, settings))]).encode()
+    return json.dumps([gluon, *map(_to_json, (*parts, target, options, settings))]).encode()
 
 
 def is_cached(compiling: Callable[[], Any]) -> bool:
-    """True if Triton's disk cache has the kernel of this call, or if that cannot be determined."""
+    """True if Triton's disk cache has the kernel that `compiling` would compile, or if that cannot be determined."""
     from triton.compiler import get_cache_key, make_backend
     from triton.runtime.cache import get_cache_manager
 
@@ -73,13 +74,13 @@ def is_cached(compiling: Callable[[], Any]) -> bool:
 
 
 def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Returns (source, target, options, settings) of a job.
+    """Returns Triton's source, target, options and environment settings of a job, as `triton.compile` takes them.
 
     Raises:
-        NotSendable: a name outside `fastspec` and `triton`.
+        NotSendable: the job names a module outside `fastspec` and `triton`.
     """
-    gluon, *told = json.loads(job)
-    kernel, signature, constants, attrs, target, options, settings = map(_made, told)
+    gluon, *values = json.loads(job)
+    kernel, signature, constants, attrs, target, options, settings = map(_from_json, values)
     if gluon:
         from triton.experimental.gluon._runtime import GluonASTSource as Source
     else:
@@ -92,18 +93,21 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
 
 
 def hash_in_order(kernel: Any) -> None:
-    """Computes the cache keys of a kernel's callees before its own key, unless the kernel already has a key.
+    """Computes Triton's cache keys of a kernel's callees, then of the kernel, unless it already has a key.
 
-    Triton looks up its disk cache by a kernel's key. In Triton 3.6 the key includes constants that callees read only if
-    the callees had no key before. So with another order of launches, or in another process, the cached kernel is not
-    found. With this order the key depends on the kernel alone.
+    Triton looks up its disk cache by a kernel's key. In Triton 3.6 a kernel's key includes the constants that a callee
+    reads only if the callee has no key yet. So the key depends on the order of launches, and another process would not
+    find the cached kernel. With all callees first, the key depends on the kernel alone.
     """
     if getattr(kernel, "hash", "") is None:
         _hash_in_order(kernel, set())
 
 
 def _hash_in_order(function: Any, begun: set[int]) -> None:
-    """Hashes the functions that a function calls, then the function. `begun` ends the recursion for mutual calls."""
+    """Computes the keys of the functions that a function calls, then its own.
+
+    begun: ids of functions that are being hashed, which are skipped, so that recursive functions end.
+    """
     begun.add(id(function))
     cells = zip(function.fn.__code__.co_freevars, function.fn.__closure__ or (), strict=False)
     scope = function.fn.__globals__ | {name: cell.cell_contents for name, cell in cells}
@@ -114,7 +118,10 @@ def _hash_in_order(function: Any, begun: set[int]) -> None:
 
 
 def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the Triton functions that a function's code names, directly or as attributes of modules."""
+    """Yields the Triton functions that a function's code names, directly or as attributes of modules.
+
+    scope: values of the names that the code can see.
+    """
     from triton.runtime.jit import JITCallable
 
     for name in code.co_names + code.co_freevars:
@@ -127,7 +134,7 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def launcher_of(job: bytes) -> str:
-    """Returns a key of the launcher that a job's kernel needs.
+    """Returns a key of the host function (Triton's launcher) that launches a job's kernel.
 
     Kernels with the same argument types share one launcher.
     """
@@ -136,15 +143,15 @@ def launcher_of(job: bytes) -> str:
 
 
 def serve(kernels: str, cache: str, ends: list[int]) -> None:
-    """Forks one process per socket. Each compiles the jobs that arrive at its socket, until the socket closes.
+    """Forks one process per pipe, each of which compiles the jobs from its pipe until the pipe closes. Then returns.
 
     Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files (hundreds of
-    MB), because the names in Triton's cache contain this hash.
+    MB), because the file names in Triton's disk cache depend on this hash.
 
     Args:
         kernels: name of the module that imports all kernels.
         cache: directory of Triton's disk cache.
-        ends: file numbers of the open sockets.
+        ends: file descriptors of the open pipes.
     """
     leave_out_torch()
     import triton
@@ -194,7 +201,7 @@ def _work(asked: Connection) -> None:
 
 
 def _make_launcher(source: Any, compiled: Any) -> None:
-    """Compiles the launcher of a kernel into the cache. In some versions of Triton it is a C module."""
+    """Compiles the host function that launches a kernel into the disk cache, if this version of Triton has one."""
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import CudaLauncher
 
@@ -202,10 +209,10 @@ def _make_launcher(source: Any, compiled: Any) -> None:
         CudaLauncher(source, compiled.metadata)
 
 
-def _told(value: Any) -> Any:
-    """Converts a value to JSON.
+def _to_json(value: Any) -> Any:
+    """Converts a value to types that JSON has.
 
-    Numbers, texts and None stay; another type becomes an object with one field that names the type.
+    Numbers, strings, None and lists stay. Any other type becomes a dict with one key, which names the type.
     """
     from triton.language import constexpr, dtype
     from triton.runtime.jit import JITCallable
@@ -215,49 +222,49 @@ def _told(value: Any) -> Any:
     if isinstance(value, JITCallable):
         return {"kernel": [value.__module__, value.__name__]}
     if isinstance(value, constexpr):
-        return {"constexpr": _told(value.value)}
+        return {"constexpr": _to_json(value.value)}
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
-        return {"dict": [[_told(key), _told(each)] for key, each in value.items()]}
+        return {"dict": [[_to_json(key), _to_json(each)] for key, each in value.items()]}
     if type(value) is list:
-        return [_told(each) for each in value]
+        return [_to_json(each) for each in value]
     if type(value) is tuple:
-        return {"tuple": [_told(each) for each in value]}
+        return {"tuple": [_to_json(each) for each in value]}
     kind = [type(value).__module__, type(value).__qualname__]
     if isinstance(value, tuple):
-        return {"named": [kind, [_told(each) for each in value]]}
+        return {"named": [kind, [_to_json(each) for each in value]]}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value) if field.init]
-        return {"fields": [kind, {name: _told(getattr(value, name)) for name in fields}]}
-    raise NotSendable(f"{type(value).__name__} has no text")
+        return {"fields": [kind, {name: _to_json(getattr(value, name)) for name in fields}]}
+    raise NotSendable(f"a value of type {type(value).__name__} cannot be converted to text")
 
 
-def _made(told: Any) -> Any:
-    """Converts the JSON of `_told` back to the value."""
-    if isinstance(told, list):
-        return [_made(each) for each in told]
-    if not isinstance(told, dict):
-        return told
-    ((what, inner),) = told.items()
+def _from_json(value: Any) -> Any:
+    """Converts the result of `_to_json` back to the value."""
+    if isinstance(value, list):
+        return [_from_json(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    ((what, inner),) = value.items()
     if what == "dict":
-        return {_made(key): _made(each) for key, each in inner}
+        return {_from_json(key): _from_json(each) for key, each in inner}
     if what == "tuple":
-        return tuple(_made(each) for each in inner)
+        return tuple(_from_json(each) for each in inner)
     if what == "named":
-        return _named(*inner[0])(*map(_made, inner[1]))
+        return _named(*inner[0])(*map(_from_json, inner[1]))
     if what == "fields":
-        return _named(*inner[0])(**{name: _made(each) for name, each in inner[1].items()})
+        return _named(*inner[0])(**{name: _from_json(each) for name, each in inner[1].items()})
     if what == "kernel":
         return _named(*inner)
     from triton.language import constexpr, dtype
 
-    return dtype(inner) if what == "dtype" else constexpr(_made(inner))
+    return dtype(inner) if what == "dtype" else constexpr(_from_json(inner))
 
 
 def _named(module: str, name: str) -> Any:
     if module.split(".")[0] not in _ROOTS:
-        raise NotSendable(f"{module} is not ours")
+        raise NotSendable(f"a job names the module {module}; wanted one of {' and '.join(_ROOTS)}")
     found = import_module(module)
     for part in name.split("."):
         found = getattr(found, part)

@@ -1,4 +1,4 @@
-"""Processes that compile Triton kernels.
+"""`Compilers` and `Behind`: executors that compile Triton kernels in several processes.
 
 Triton's compiler is Python code, so threads of one process would run in turn.
 """
@@ -26,9 +26,9 @@ from typing import Any, Final
 from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
-EARLY_PART: Final = 3  # one of so many processes compiles kernels that nobody waits for from the beginning
+EARLY_PART: Final = 3  # one in three processes compiles the kernels of `Behind.begin_early`
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
-_NICE: Final = 10  # niceness of the processes while nobody waits for them
+_NICE: Final = 10  # niceness of the processes after `Compilers.shutdown`, when no start of a generator waits for them
 _LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # file with the CPU limit: microseconds of CPU time per period, and the period
 # seconds for one kernel; after that the compiling process counts as hung, and this process compiles the kernel
 LONGEST: Final = 60.0
@@ -41,14 +41,14 @@ serve(sys.argv[2], sys.argv[3], [int(end) for end in sys.argv[4:]])
 
 
 class KernelBehind(Future[Any]):
-    """A kernel that a process compiles.
+    """Future of a kernel that another process compiles in the background.
 
-    `result` is called by the launch that needs the kernel. It waits for the process, and reads the kernel from Triton's
-    disk cache in its own thread. So no other thread runs Triton or CUDA while a graph is captured.
+    The launch that needs the kernel calls `result`. This waits for the process, and then reads the kernel from Triton's
+    disk cache in its own thread. So no other thread runs Triton or CUDA while a CUDA graph is captured.
 
     Args:
-        compiling: the call of Triton's compiler.
-        hurry: moves this kernel before those that no launch waits for.
+        compiling: the call of Triton's compiler, which first looks the kernel up in the disk cache.
+        hurry: moves the kernel that it gets to the front of the queue.
     """
 
     def __init__(self, compiling: Callable[[], Any], hurry: Callable[[KernelBehind], None]) -> None:
@@ -62,14 +62,17 @@ class KernelBehind(Future[Any]):
         return str(getattr(source, "name", "of unknown name"))
 
     def hurry(self) -> None:
-        """Moves this kernel before those that no launch waits for."""
+        """Moves this kernel to the front of the queue of kernels that no process compiles yet."""
         self._hurry(self)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns the compiled kernel.
+        """Waits until the kernel is compiled, and returns it.
+
+        Args:
+            timeout: seconds to wait for the process; None: LONGEST. After that this thread compiles the kernel.
 
         Raises:
-            RuntimeError: it cannot be compiled. The message names it.
+            RuntimeError: the kernel cannot be compiled. The message names it.
         """
         self.hurry()
         with suppress(TimeoutError):
@@ -81,12 +84,13 @@ class KernelBehind(Future[Any]):
 
 
 def keep(found: Any) -> None:
-    """Puts a kernel that is not compiled yet into Triton's cache of this process, where launches look it up.
+    """Puts a kernel that is still being compiled into Triton's in-memory cache, where launches look kernels up.
 
-    Such a launch waits for the kernel. With an unknown version of Triton a launch reads it from the disk cache instead.
+    A launch that finds it there waits until it is compiled. With an unknown version of Triton nothing is stored, and a
+    launch reads the kernel from the disk cache.
 
     Args:
-        found: Triton's FutureKernel of a `KernelBehind`.
+        found: Triton's FutureKernel around a `KernelBehind`.
     """
     held = getclosurevars(found.finalize_compile).nonlocals
     with suppress(KeyError):
@@ -94,16 +98,17 @@ def keep(found: Any) -> None:
 
 
 class Behind(Executor):
-    """Executor for Triton's compiler whose kernels are compiled by processes while nobody waits for them.
+    """Executor for Triton's compiler whose kernels the processes of `Compilers` compile in the background.
 
-    Kernels of `begin_early` share the processes with others; those of `begin` come after all others. Threads only wait
-    for the processes. They are daemons: the end of the program does not wait for them.
+    Kernels of `begin_early` are compiled at the same time as those of `Compilers.submit`, those of `begin` after them.
+    Its threads only wait for the processes. They are daemons: the end of the program does not wait for them.
 
     Args:
-        ask: has a process compile a job, and returns after that. Called by the threads, with True for an early kernel.
+        ask: has a process compile a job, and returns after that. Its second argument is True for a kernel of
+            `begin_early`. The threads call it.
         count: number of threads.
         rank: number of this rank.
-        ranks: number of ranks that submit the same kernels. A rank begins with its share.
+        ranks: number of ranks that submit the same kernels. Each rank begins with every ranks-th kernel.
 
     Attributes:
         uncached: number of submitted kernels that were not in Triton's disk cache.
@@ -120,7 +125,7 @@ class Behind(Executor):
         self._at_end: Callable[[], None] = lambda: None
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> KernelBehind:
-        """Queues one call of Triton's compiler, `compiling()`. `begin` starts the queue."""
+        """Queues one call of Triton's compiler, `compiling()`. It starts with the next `begin` or `begin_early`."""
         kernel = KernelBehind(compiling, self._first)
         try:
             cached = is_cached(compiling)
@@ -128,19 +133,19 @@ class Behind(Executor):
             job = None if cached else job_of(compiling)
         except NotSendable:
             job = None
-        if job is None:  # the thread that needs it reads or compiles it
+        if job is None:  # the thread that launches the kernel reads it from the cache, or compiles it
             kernel.set_result(None)
         else:
             self._submitted.append((kernel, job))
         return kernel
 
     def begin_early(self) -> None:
-        """Starts the kernels submitted until now, on a third of the processes."""
+        """Starts to compile the kernels that were submitted until now, on one of EARLY_PART processes."""
         self._early.update(kernel for kernel, _ in self._submitted)
         self._begin(self._count // EARLY_PART)
 
     def begin(self) -> None:
-        """Starts the kernels submitted until now. They wait until all others have begun."""
+        """Starts to compile the kernels that were submitted until now, after all kernels of `Compilers.submit`."""
         self._begin(self._count)
 
     def _begin(self, threads: int) -> None:
@@ -155,14 +160,14 @@ class Behind(Executor):
             threading.Thread(target=self._work, name="fastspec-compile-behind", daemon=True).start()
 
     def cancel(self) -> None:
-        """Drops the kernels that no process has begun. A launch that needs one compiles it itself."""
+        """Drops the kernels that no process has begun to compile. A launch that needs one compiles it itself."""
         with self._changing:
             dropped, self._waiting = self._waiting, []
         for kernel, _ in dropped:
             kernel.set_result(None)
 
     def at_end(self, done: Callable[[], None]) -> None:
-        """Calls `done` when no kernel is left: now, or later in another thread."""
+        """Calls `done` when no kernel is left in the queue or in work: at once, or later in another thread."""
         with self._changing:
             now = not self._running
             if not now:
@@ -183,7 +188,7 @@ class Behind(Executor):
                 kernel.set_result(None)
 
     def _next(self) -> tuple[KernelBehind, bytes] | None:
-        """Takes the next job. None: this thread shall end."""
+        """Takes the next kernel and its job from the queue. None: the queue is empty, and the calling thread ends."""
         with self._changing:
             if self._waiting:
                 return self._waiting.pop(0)
@@ -195,14 +200,15 @@ class Behind(Executor):
 
 
 class Compilers(Executor):
-    """Executor for Triton's compiler: two threads, and processes that start with the first kernel that is not cached.
+    """Executor for Triton's compiler: threads, and processes that start with the first kernel that is not cached.
 
-    A process writes the kernel to Triton's disk cache. The thread that asked reads it from there. If a process cannot
-    compile a kernel, the thread does. The processes are forks of a fresh interpreter that has imported the kernels and
-    nothing else; it has one thread and has not used a GPU.
+    A process compiles a kernel and writes it to Triton's disk cache. A thread of this process waits for that, and reads
+    the kernel from the cache. If a process cannot compile a kernel, the thread does. The processes are forks of a fresh
+    interpreter that has imported the kernels and nothing else; it has one thread and has not used a GPU. Unless `now`
+    is True, threads of this process compile HERE kernels at a time until a process is ready.
 
-    Ranks of one machine need the same kernels. Each rank begins with its share, then takes kernels that no rank has
-    begun, and reads the rest from the cache. So every kernel is compiled once.
+    Ranks of one machine need the same kernels. Each rank first compiles every ranks-th kernel. Then it goes through the
+    others, compiles those that no rank has begun, and reads the rest from the cache. So every kernel is compiled once.
 
     Args:
         count: number of processes; 0: only threads.
@@ -212,18 +218,18 @@ class Compilers(Executor):
         ranks: number of ranks. All submit the same kernels in the same order.
 
     Attributes:
-        behind: executor for kernels that nobody waits for yet. They are compiled after all others, also after
-            `shutdown`. None: there are no processes.
+        behind: executor for kernels that are compiled in the background, also after `shutdown`. None: there are no
+            processes.
     """
 
     def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
         self._kernels = kernels
         self._rank, self._ranks, self._submitted = rank, ranks, 0
-        self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # calls in the shares of other ranks, in order
+        self._later: list[tuple[Future[Any], Callable[[], Any]]] = []  # calls that other ranks make first, in order
         # sys.executable of a program that embeds Python would start that program
         able = hasattr(os, "fork") and "python" in os.path.basename(sys.executable or "")
         self._count = count if able else 0
-        # free compilers: a connection to a process, or None for this process
+        # free compilers: a connection to a process, or None, which stands for a thread of this process
         self._places: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
         self._launchers: set[str] = set()  # results of `launcher_of` that a process was already asked to make
         self._starting = 0  # number of processes that have not answered yet
@@ -244,13 +250,13 @@ class Compilers(Executor):
         self._preparing.start()
 
     def prepared(self) -> None:
-        """Waits until Triton can compile its first kernel in this process."""
+        """Waits until Triton is initialised in this process, which the constructor has begun in a thread."""
         self._preparing.join()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
-        """Queues one call of Triton's compiler, `compiling()`.
+        """Queues one call of Triton's compiler, `compiling()`, and returns the future of its result.
 
-        Kernels in the share of another rank are queued by `all_told`.
+        A kernel that another rank compiles first is queued by `queue_rest`.
         """
         self._submitted += 1
         self._count_waiting(1)
@@ -260,14 +266,14 @@ class Compilers(Executor):
         self._later.append((future, compiling))
         return future
 
-    def all_told(self) -> None:
-        """Called after the last `submit`. Queues the kernels in the shares of other ranks, in reverse order."""
+    def queue_rest(self) -> None:
+        """Queues the kernels that other ranks compile first, the last one first. Called after the last `submit`."""
         later, self._later = self._later, []
         for future, compiling in reversed(later):
-            self._threads.submit(self._compile, compiling).add_done_callback(partial(_passed_on, future))
+            self._threads.submit(self._compile, compiling).add_done_callback(partial(_copy_outcome, future))
 
     def begin(self) -> None:
-        """Starts the processes, unless they are running. They take jobs as soon as they have imported the kernels."""
+        """Starts the processes, unless they run already. They take jobs as soon as they have imported the kernels."""
         with self._beginning:
             if self._process is not None or not self._count:
                 return
@@ -290,11 +296,15 @@ class Compilers(Executor):
             self._waiting.start()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the processes after all queued calls. Does not wait for the kernels of `behind`.
+        """Waits for all queued calls, then ends the processes. May be called twice.
 
-        May be called twice. cancel_futures: drops the calls that no process has begun.
+        If kernels of `behind` are left, the processes compile these first, and `shutdown` does not wait for that.
+
+        Args:
+            wait: not read; always True.
+            cancel_futures: True to drop all calls and kernels of `behind` that no thread or process has begun.
         """
-        self.all_told()
+        self.queue_rest()
         self._threads.shutdown(wait=True, cancel_futures=cancel_futures)
         self._count_waiting(-self._not_begun)  # those that were cancelled
         if self.behind is None:
@@ -308,13 +318,13 @@ class Compilers(Executor):
         self.behind.at_end(self._end)
 
     def _lower_priority(self) -> None:
-        """Lets other programs run before the processes, if nobody waits for these."""
+        """Gives the processes a lower priority than other programs, if they run after `shutdown`."""
         if self._process is not None and self._nobody_waits:
             with suppress(OSError):  # they have ended
                 os.setpriority(os.PRIO_PGRP, self._process.pid, _NICE)
 
     def _end(self) -> None:
-        """Ends the processes."""
+        """Kills the processes, and closes the connections to them."""
         with self._beginning:
             self._count = 0
         if self._process is None:
@@ -335,9 +345,12 @@ class Compilers(Executor):
             self._places.put(None)
 
     def _welcome(self, asked: list[Connection]) -> None:
-        """Waits for the compiling processes, and makes each available when it is ready.
+        """Waits until each process is ready or has ended, and makes it a free compiler when it is ready.
 
-        Jobs of one that ends are compiled in this process.
+        For a process that has ended, a thread of this process becomes a free compiler.
+
+        Args:
+            asked: connections to the processes.
         """
         while asked:
             for one in first_of(asked):
@@ -372,9 +385,11 @@ class Compilers(Executor):
                 self._places.put(place)
 
     def _compile_behind(self, job: bytes, early: bool) -> None:
-        """Has a process compile a job. Returns after that, or at once without a process.
+        """Has a process compile a job, and returns after that. Compiles nothing if no process is left.
 
-        early: False to wait until no kernel of `submit` waits for a process.
+        Args:
+            job: text of the job.
+            early: False to wait first until no kernel of `submit` waits for a free compiler.
         """
         with self._all_begun:
             self._all_begun.wait_for(lambda: early or self._not_begun <= 0)
@@ -389,7 +404,7 @@ class Compilers(Executor):
                 self._places.put(None)
 
     def _free_process(self) -> Connection | None:
-        """Waits for a free process. None if all have ended."""
+        """Waits for a free process, and returns the connection to it. None if all processes have ended."""
         while (place := self._places.get()) is None:
             if not (self._starting or self._living):
                 self._places.put(None)  # for the other threads that wait
@@ -402,14 +417,14 @@ class Compilers(Executor):
             self._all_begun.notify_all()
 
     def _first_with(self, launcher: str) -> bool:
-        """True if no earlier kernel needed this launcher."""
+        """True at the first call with this launcher (`launcher_of`), which a process must then compile."""
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)
             return first
 
     def _answered(self, *, living: int) -> None:
-        """Counts a process that has answered, or ended before."""
+        """Counts a process that is ready (living=1), or that ended before it was ready (living=0)."""
         with self._beginning:
             self._starting -= 1
             self._living += living
@@ -420,7 +435,7 @@ class Compilers(Executor):
 
 
 def _prepare() -> None:
-    """Hashes Triton's files and compiles its driver, as Triton does before its first kernel."""
+    """Initialises Triton: hashes its files and compiles its driver, which it needs before the first kernel."""
     with suppress(Exception):  # a later use of Triton gets the same error
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
@@ -429,8 +444,8 @@ def _prepare() -> None:
         _ = driver.active
 
 
-def _passed_on(future: Future[Any], done: Future[Any]) -> None:
-    """Copies the result or error of one future to another."""
+def _copy_outcome(future: Future[Any], done: Future[Any]) -> None:
+    """Copies the result, error or cancellation of `done` to `future`."""
     if done.cancelled():
         future.cancel()
     elif (error := done.exception()) is not None:
@@ -440,7 +455,7 @@ def _passed_on(future: Future[Any], done: Future[Any]) -> None:
 
 
 def _job(compiling: Callable[[], Any]) -> bytes | None:
-    """Returns the text of a job. None if it cannot be converted to text."""
+    """Returns the job of a call of Triton's compiler. None if the call cannot be converted to text."""
     try:
         return job_of(compiling)
     except NotSendable:
@@ -448,9 +463,12 @@ def _job(compiling: Callable[[], Any]) -> bytes | None:
 
 
 def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
-    """Asks a process to compile a job and, if `launcher`, to make the launcher.
+    """Has a process compile a job, and waits for it. Returns False if the process has ended.
 
-    Returns False if the process has ended.
+    Args:
+        process: connection to the process.
+        job: text of the job.
+        launcher: True to compile the kernel's launcher as well.
     """
     try:
         process.send_bytes(b"launcher" if launcher else b"")
@@ -464,7 +482,7 @@ def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
 
 @contextmanager
 def _alone(job: bytes) -> Iterator[None]:
-    """Context in which no other process compiles this job. If another one has begun, waits for it first.
+    """Context in which no other process compiles this job. Waits up to LONGEST seconds if one compiles it now.
 
     It locks a file. The operating system releases the lock at the end of the process. On file systems without locks
     several processes may compile the same job.
@@ -488,7 +506,7 @@ def _alone(job: bytes) -> Iterator[None]:
 
 
 def _locked(file: int) -> bool:
-    """True if this process now holds the file's lock, or the file system has no locks."""
+    """Tries to lock a file. Returns True if this process now holds the lock, or if the file system has no locks."""
     import fcntl  # not available on Windows, which has no Triton either
 
     try:
@@ -501,9 +519,9 @@ def _locked(file: int) -> bool:
 
 
 def of_this_machine(sharing: int = 1) -> int:
-    """Returns the number of processes to start, if `sharing` ranks share the machine: one per usable core.
+    """Returns the number of compiling processes for one of `sharing` ranks on this machine: one per usable core.
 
-    A container may see all cores of its machine but have a CPU limit of only a few.
+    The CPU limit of a container counts, too: it may see all cores of its machine, but have the time of only a few.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # "max" if there is no limit

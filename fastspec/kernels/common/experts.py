@@ -1,18 +1,22 @@
-"""The experts of a layer in the format of kernels: one stack of matrices for each of their two products.
+"""Weights of an MoE layer as the kernels read them: `ExpertStack`, the matrices of all experts for one product.
 
-| form  | data                                                         | element [e, n, k] of the stack             |
-|-------|--------------------------------------------------------------|--------------------------------------------|
-| rows  | [E, N, K] bf16, fp16 or fp32                                 | [e, n, k]                                  |
-| mxfp4 | int32 [E, N/16, C, 16, 16], scales int32 [E, N/16, C, 16]    | e2m1(code) * 2^(scale - 127), packed       |
-| codes | `PackedCodes` of one matrix [E N, 128 C], with padded columns | as in `PackedCodes`                        |
+A layer has two stacks: gate and up projections, and down projections. `ExpertWeights` are the stacks and the router.
 
-OCP Microscaling Formats 1.0 defines mxfp4. C chunks of 128 values of K are packed as `code_packing` packs "fp4"; the
-last chunk is padded with zeros. A row's 128 codes are 64 bytes, and 16 rows of a chunk are contiguous.
+| form  | data                                                          | element [e, n, k] of a stack [E, N, K]     |
+|-------|---------------------------------------------------------------|--------------------------------------------|
+| rows  | [E, N, K] bf16, fp16 or fp32                                  | data[e, n, k]                              |
+| mxfp4 | int32 [E, N/16, C, 16, 16], scales int32 [E, N/16, C, 16]     | e2m1(code) * 2^(scale - 127)               |
+| codes | `PackedCodes` of one matrix [E N, 128 C], with padded columns | see `PackedCodes`                          |
 
-Byte g of a row's word of scales belongs to values 32 g .. 32 g + 31. It is the checkpoint's exponent plus `RAISED`: the
-exponent of a bf16, by which codes are multiplied. As bf16, codes are 2^126 times too small.
+OCP Microscaling Formats 1.0 defines mxfp4. A row is divided into C chunks of 128 values, which are packed as
+code_packing.py packs "fp4". The last chunk is padded with zeros. A row's 128 codes of a chunk are 64 bytes, and 16 rows
+of a chunk are contiguous.
 
-Rows of a gated stack are interleaved: 8 of the gate, then the matching 8 of up.
+A row has one int32 of scales for each chunk. Its byte g belongs to values 32 g .. 32 g + 31 of the chunk. It is the
+checkpoint's exponent plus `RAISED`: the exponent of a bf16, by which kernels multiply the codes. Codes that are read as
+bf16 are 2^126 times too small.
+
+In codes, rows of gate and up are interleaved: 8 of the gate, then the matching 8 of up.
 """
 
 from __future__ import annotations
@@ -30,10 +34,10 @@ from fastspec.kernels.common.weights import Weight
 
 MXFP4 = CodesKind("fp4", (1, 32))
 CHUNK = 128  # values of a row whose codes are packed together
-RAISED = 64  # added to the stored exponents of scales
-LOWERED = 126 - RAISED  # sums of products are 2^LOWERED times too small
-_NO_ZERO = 8  # zero point of int4 codes without one
-_BIAS = 127  # of a scale's exponent
+RAISED = 64  # added to the stored exponents of mxfp4 scales
+LOWERED = 126 - RAISED  # sums of products with mxfp4 codes and their stored scales are 2^LOWERED times too small
+_NO_ZERO = 8  # zero point of padded int4 columns
+_BIAS = 127  # bias of a scale's exponent
 _MAX_EXPONENT = 254 - RAISED  # biased exponent of the largest scale that fits
 
 
@@ -42,13 +46,15 @@ class ExpertStack:
     """One matrix [N, K] for each of E experts; y = x W^T.
 
     Attributes:
-        data: values [E, N, K], or [E, 2, N/2, K] for some rows of the gate and of up. For codes their int32 words
-            [E, N/16, C', 16, 16].
-        scales: for mxfp4 int32 [E, N/16, C, 16], four exponents a word; else None.
+        data: values [E, N, K], or a view [E, 2, N/2, K] with some rows of each gate and of each up. For codes: int32
+            words [E, N/16, C', 16, 16], with C' chunks of a row.
+        scales: for mxfp4, int32 [E, N/16, C, 16] with four exponents in each int32; else None.
         dtype: dtype of the values; for codes, dtype of the activations that they multiply.
         width: K.
-        gated: rows of codes are interleaved. Values have the gate's N/2 rows first.
-        codes: codes of all experts other than mxfp4. Their rows are not `gated`, but already interleaved.
+        gated: True if the stack is in codes whose rows of gate and up are interleaved. Values have the gate's N/2 rows
+            first.
+        codes: the codes, in any other form than mxfp4. `codes.gated` is False: the rows are interleaved before they are
+            packed.
     """
 
     data: Tensor
@@ -60,7 +66,7 @@ class ExpertStack:
 
     @classmethod
     def of(cls, values: Tensor) -> ExpertStack:
-        """Makes a stack of values [E, N, K]. The tensor is not copied."""
+        """Makes a stack of float values [E, N, K]. The tensor is not copied."""
         return cls(values, None, values.dtype, values.shape[-1])
 
     @classmethod
@@ -72,14 +78,14 @@ class ExpertStack:
         device: torch.device,
         gated: bool = False,
     ) -> ExpertStack:
-        """Allocates a stack of shape (E, N, K) in codes: mxfp4, which `fill_codes` fills, or others, for `fill_all`.
+        """Allocates a stack in codes. `fill_codes` writes mxfp4, `fill_all` writes all other kinds.
 
         Args:
-            shape: `can_stack_codes` returns True for (N, K).
-            kind: format and blocks of each matrix.
+            shape: (E, N, K); `can_stack_codes` returns True for (N, K).
+            kind: format of each expert's matrix, and the blocks that share a scale.
             dtype: dtype of the activations.
             device: device of the stack.
-            gated: rows 0 .. N/2 - 1 are the gate, the others are up.
+            gated: True if rows 0 .. N/2 - 1 of a checkpoint's matrix are the gate, and the others are up.
         """
         count, rows, width = shape
         chunks = -(-width // CHUNK)
@@ -93,12 +99,12 @@ class ExpertStack:
 
     @property
     def in_codes(self) -> bool:
-        """True if the stack is in codes, mxfp4 or others."""
+        """True if the stack is in codes, mxfp4 or other ones."""
         return self.scales is not None or self.codes is not None
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(E, N, K)."""
+        """Numbers of experts, rows and columns: (E, N, K)."""
         rows = 16 * self.data.shape[1] if self.in_codes else self.data.shape[1:-1].numel()
         return len(self.data), rows, self.width
 
@@ -110,7 +116,10 @@ class ExpertStack:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def fill_all(self, experts: Iterable[Codes]) -> None:
-        """Writes all experts' codes [N, K], other than mxfp4, in the order of experts. The gate's rows come first.
+        """Writes the matrices of all experts. The stack is in codes other than mxfp4.
+
+        Args:
+            experts: [N, K] of each expert, in order. Gate rows come first.
 
         Raises:
             ValueError: codes of another kind, or scales that this form cannot hold; see `PackedCodes.fill`.
@@ -133,11 +142,11 @@ class ExpertStack:
         packed.fill_scales(torch.cat(scales), torch.cat(zeros) if zeros else None)
 
     def fill_codes(self, expert: int, first: int, codes: Codes) -> None:
-        """Writes rows of one expert, from row `first` on, as mxfp4.
+        """Writes some rows of one expert. The stack is in mxfp4.
 
         Args:
-            expert: its number.
-            first: row of the first code in the checkpoint's order, in which the gate's rows come first.
+            expert: number of the expert.
+            first: number of the first row, in the checkpoint's order, in which gate rows come first.
             codes: [rows, K] with scales [rows, K/32].
 
         Raises:
@@ -147,12 +156,12 @@ class ExpertStack:
         if codes.kind != MXFP4:
             raise ValueError(f"codes are {codes.kind}; wanted {MXFP4}")
         bits = codes.scales.view(torch.int32)
-        exponents = bits >> 23  # 2^-127 has none
+        exponents = bits >> 23  # 0 for 2^-127, which is subnormal
         wrong = (
             ((bits & 0x7FFFFF) != 0).logical_and(codes.scales != 2.0**-_BIAS) | (exponents > _MAX_EXPONENT) | (bits < 0)
         )
         if bool(wrong.any()):
-            raise ValueError("a scale is no power of two from 2^-127 to 2^63")
+            raise ValueError("a scale of mxfp4 is no power of two from 2^-127 to 2^63; use a checkpoint without codes")
         rows = self._places(torch.arange(first, first + codes.shape[0], device=self.data.device))
         at = expert, rows // 16, slice(None), rows % 16
         end = -self.width % CHUNK
@@ -178,7 +187,7 @@ class ExpertStack:
         return rows[..., self._places(torch.arange(rows.shape[-2], device=rows.device)), :]
 
     def _places(self, rows: Tensor) -> Tensor:
-        """Converts row numbers of the checkpoint to row numbers of the stack."""
+        """Converts row numbers of an expert's matrix in the checkpoint to row numbers in the stack. Any shape."""
         if not self.gated:
             return rows
         half = self.shape[1] // 2
@@ -186,7 +195,7 @@ class ExpertStack:
 
 
 def can_stack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
-    """True if a stack of quantised matrices (N, K) has a form in codes."""
+    """True if experts with quantised matrices (N, K) of this kind can be stored as a stack in codes."""
     rows, width = shape
     if rows % 16 or width % 64:
         return False
@@ -195,13 +204,16 @@ def can_stack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
 
 
 def _padded(kind: CodesKind, width: int) -> CodesKind:
-    """Returns the kind of codes whose rows are padded to whole chunks. One scale per row stays one."""
+    """Returns the kind of codes after their rows of `width` columns are padded to whole chunks.
+
+    If each row has one scale, it still has one.
+    """
     rows, columns = kind.block
     return CodesKind(kind.format, (rows, -(-width // CHUNK) * CHUNK if columns >= width else columns))
 
 
 def _words(codes: Tensor) -> Tensor:
-    """Packs uint8 codes [rows, K'] into int32 [rows, C, 16]; K' is a multiple of 128."""
+    """Packs fp4 codes, uint8 [rows, 128 C], into int32 [rows, C, 16] as code_packing.py describes."""
     apart = codes.to(torch.int16).unflatten(1, (-1, 4, 4, 4, 2))  # k: i, t, c, h
     halves = torch.zeros_like(apart[:, :, 0])
     for i, moves in enumerate(FIELDS["fp4"]):
@@ -211,7 +223,7 @@ def _words(codes: Tensor) -> Tensor:
 
 
 def _codes(words: Tensor) -> Tensor:
-    """Undoes `_words`: int16 codes [..., K'] of int32 [..., C, 16]."""
+    """Undoes `_words`: returns int16 codes [..., 128 C] of int32 [..., C, 16]."""
     halves = words.contiguous().view(torch.int16)
     parts = []
     for moves in FIELDS["fp4"]:
@@ -229,21 +241,22 @@ def power_of_two(exponents: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """Router and experts of one layer: E experts of intermediate size I.
+    """Router and routed experts of one MoE layer: E experts of intermediate size I.
 
     Attributes:
         router: [E, hidden].
         router_bias: [E].
-        correction: fp32 [E], added to the scores only to choose experts (DeepSeek-V3, arXiv 2412.19437).
+        correction: fp32 [E], added to the router's scores only to choose experts (DeepSeek-V3, arXiv 2412.19437).
         gate_up: [E, 2 * I, hidden], gate rows first.
-        gate_up_bias: [E, 2 * I], or [E, 2, I] of some columns.
+        gate_up_bias: [E, 2 * I]; or [E, 2, I'] after `columns` took I' of the I columns.
         down: [E, hidden, I].
         down_bias: [E, hidden].
-        shared_gate: [1, hidden], gate of the shared expert. `gate_up` and `down` of `LayerWeights` are its matrices.
-        latent_in, latent_out: [latent, hidden] and [hidden, latent], products before and after the experts, whose own
-            `hidden` is then `latent`. None: there are none.
-        joined: True if the shared expert is expert number E of gate_up and down, which then have E + 1 experts. Its
-            gate, if any, is the last row of the router, and `shared_gate` is None. The router is then stored as rows.
+        shared_gate: [1, hidden], gate of the shared expert, whose matrices are `gate_up` and `down` of `LayerWeights`.
+        latent_in, latent_out: [latent, hidden] and [hidden, latent], projections before and after the experts. The
+            experts' own matrices then have `latent` in place of `hidden`. None: there are none.
+        joined: True if the shared expert is stored as expert number E of `gate_up` and `down`, which then have E + 1
+            experts. Its gate, if any, is the last row of the router, and `shared_gate` is None. The router is then
+            row-major.
     """
 
     router: Weight
@@ -259,9 +272,9 @@ class ExpertWeights:
     joined: bool = False
 
     def columns(self, cut: slice) -> ExpertWeights:
-        """Views the same experts with a range of the I columns between their two products.
+        """Returns views of the experts' weights for a range of their I intermediate columns. Not for codes.
 
-        Codes cannot be viewed like that.
+        gate_up and its bias have these rows of each gate and of each up, down has these columns.
         """
         bias = self.gate_up_bias
         return replace(

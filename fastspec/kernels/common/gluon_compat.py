@@ -1,4 +1,4 @@
-"""Functions of Gluon whose names differ between Triton 3.6 and 3.9."""
+"""Functions of Gluon that have other names in Triton 3.6 than in 3.9."""
 
 from __future__ import annotations
 

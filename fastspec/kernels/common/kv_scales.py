@@ -1,9 +1,10 @@
 """8-bit KV cache: the conversion of K and V to e4m3 and back.
 
-    stored = e4m3(x / scale), rounded to nearest even, limited to +-448;   read = stored * scale
+    stored = e4m3(x / scale), rounded to nearest even, limited to +-448
+    read   = stored * scale
 
 Each layer has one scale for K and one for V, which never change. So the stored values of a token depend only on that
-token. A row has the same bits whether its tokens came one by one, as drafts, or in a prompt.
+token. They have the same bits whether the token was decoded, was a draft token, or was part of a prompt.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ LARGEST: Final = 448.0
 
 
 class KVScales(NamedTuple):
-    """Scales of one layer. K and V are divided by them before they are stored, and multiplied by them when read."""
+    """Scales of one layer. K and V are divided by them before they are stored, and multiplied by them after reads."""
 
     k: float = 1.0
     v: float = 1.0
 
 
 def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
-    """Returns the scales of an 8-bit cache: `given`, or 1. None for a cache of another dtype.
+    """Returns the scales of an 8-bit KV cache: `given`, or 1 without it. None for a cache of another dtype.
 
     Args:
-        keys: K pages of the cache.
-        given: scales of the checkpoint.
+        keys: the cache's keys; only the dtype is read.
+        given: scales of the checkpoint. None: it has none.
 
     Raises:
         ValueError: scales are given for a cache that does not have 8 bits.
@@ -37,12 +38,18 @@ def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
     if keys.dtype == FP8:
         return given or KVScales()
     if given is not None:
-        raise ValueError(f"kv_scales={given} and keys are {keys.dtype}: scales are of caches of {FP8} alone")
+        raise ValueError(f"kv_scales={given}, but keys are {keys.dtype}: only caches of {FP8} have scales; pass None")
     return None
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Rounds x to e4m3 for an 8-bit cache. Returns x unchanged for other caches. Any shape."""
+    """Returns x, of any shape, as a KV cache stores it: rounded to e4m3 for an 8-bit cache, else unchanged.
+
+    Args:
+        x: K or V.
+        dtype: dtype of the cache.
+        scale: the scale of K or of V, see the top of this file.
+    """
     if dtype != FP8:
         return x
     return (x.float() * (1.0 / scale)).clamp(-LARGEST, LARGEST).to(FP8)

@@ -23,9 +23,9 @@ class _Compiling:
 
     Attributes:
         mode: Triton's AsyncCompileMode.
-        waits: False within `compiling_behind()`.
-        kinds: keys of the kernels that were begun.
-        behind: kernels that an earlier context began, which the end of this one waits for.
+        waits: True if the end of the context waits for newly launched kernels. False within `compiling_behind()`.
+        kinds: keys of the kernels that were launched in this context.
+        behind: kernels of an earlier `compiling_behind()` that were launched in this context. Its end waits for them.
     """
 
     mode: Any
@@ -34,21 +34,25 @@ class _Compiling:
     behind: list[Any] = field(default_factory=list)
 
 
-# the present `compiling()` context; None outside of it
+# the current `compiling()` context; None outside of it
 _compiling: ContextVar[_Compiling | None] = ContextVar("compiling", default=None)
 _brief: ContextVar[bool] = ContextVar("brief", default=False)
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """Returns launch options for programmatic dependent launch: the constant PDL, and `launch_pdl` if `pdl` is True.
+    """Returns launch options for a kernel: the constexpr PDL, and Triton's option `launch_pdl` if `pdl` is True.
 
-    Otherwise `launch_pdl` is left out, because Triton's interpreter does not know it.
+    PDL is programmatic dependent launch. If `pdl` is False, `launch_pdl` is left out, because Triton's interpreter does
+    not know it.
     """
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Allocates an uninitialised tensor [count] for ids. Within `compiling()` it is zero: ids may become indices."""
+    """Allocates a tensor [count] for token ids, uninitialised. Within `compiling()` it is zero.
+
+    Kernels do not run there, but torch may use the ids as indices.
+    """
     return (torch.empty if _compiling.get() is None else torch.zeros)(count, dtype=dtype, device=device)
 
 
@@ -57,9 +61,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
 
     Args:
         kernel: a Triton function.
-        grid: number of CTAs by axis.
+        grid: number of CTAs along each axis.
         *args: arguments of the kernel.
-        least_shared: least percentage of an SM's memory that is shared memory during this kernel (carveout.py).
+        least_shared: lower limit of the kernel's shared memory carveout, in percent (carveout.py).
         **options: constexpr arguments of the kernel and launch options. `completed` adds `enable_fp_fusion` and
             `launch_pdl` if they are missing.
     """
@@ -83,11 +87,16 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
 
 
 def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Adds the launch options `enable_fp_fusion` and `launch_pdl` if the caller left them out.
+    """Returns `options` with `enable_fp_fusion`, `PDL` and `launch_pdl` added, unless the caller gave them.
 
-    `enable_fp_fusion` allows one rounding for a product and a sum. Triton's default differs between versions, and so
-    would the bits. A kernel with the constant `PDL` may start before the previous kernel ends, if the device has
+    `enable_fp_fusion` allows fused multiply-add, with one rounding. Triton's default differs between versions, and so
+    would the bits. A kernel with the constexpr PDL may start before the previous kernel ends, if the device has
     programmatic dependent launch. Elsewhere `launch_pdl` is left out, because Triton's interpreter does not know it.
+
+    Args:
+        kernel: a Triton function.
+        args: arguments of the kernel, of which the first tensor tells the device.
+        options: constexpr arguments and launch options.
     """
     options = {"enable_fp_fusion": True, **options}
     if "PDL" not in options and "PDL" in kernel.arg_names:
@@ -119,7 +128,7 @@ def _first_device(args: tuple[Any, ...]) -> torch.device | None:
 def is_brief() -> bool:
     """True within `compiling()` or `brief()`.
 
-    A pass may then skip layers that launch no other kernels than earlier layers.
+    A forward pass may then skip layers that launch the same kernels as earlier layers.
     """
     # False while torch.compile traces a pass: reading a ContextVar would break its graph
     return not torch.compiler.is_dynamo_compiling() and (_compiling.get() is not None or _brief.get())
@@ -127,7 +136,7 @@ def is_brief() -> bool:
 
 @contextmanager
 def brief() -> Iterator[None]:
-    """Context in which a model's pass runs only one layer of each kind, which is enough to load all kernels.
+    """Context in which a model's forward pass runs only one layer of each kind, which is enough to load all kernels.
 
     The results are wrong and must not be used.
     """
@@ -139,7 +148,7 @@ def brief() -> Iterator[None]:
 
 
 def _kind(value: Any) -> Hashable:
-    """Returns the type of an argument and those properties of its value on which machine code may depend."""
+    """Returns a key of an argument: its type, and the properties of its value on which machine code may depend."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple):
@@ -155,10 +164,11 @@ def _kind(value: Any) -> Hashable:
 def compiling(executor: Executor | None = None) -> Iterator[None]:
     """Context in which `launch` compiles kernels in parallel and runs none. Its end waits for all compilations.
 
-    Results of kernels are uninitialised, except for ids, which are 0. Code in the context must not depend on values.
+    Outputs of kernels stay uninitialised, except for token ids (`new_ids`), which are 0. Code in the context must not
+    depend on values.
 
     Args:
-        executor: runs Triton's compiler, see `Compilers`; None: threads.
+        executor: executor that runs Triton's compiler, for example `Compilers`. None: threads of this process.
     """
     import triton
 
@@ -173,7 +183,7 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
                 yield
             finally:  # after an error, too, because compilations that have begun use the context
                 if isinstance(pool, Compilers):
-                    pool.all_told()
+                    pool.queue_rest()
         finally:
             _compiling.reset(token)
     for each in begun.behind:
@@ -184,13 +194,17 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
 
 @contextmanager
 def compiling_behind(*, early: bool = False) -> Iterator[Callable[[], bool] | None]:
-    """Context within `compiling()`, whose end does not wait for the kernels of this context.
+    """Context inside `compiling()` whose kernels are compiled in the background.
 
-    A launch of such a kernel waits for it, and so does the end of a later `compiling()` in which it is launched. Yields
-    a function that tells if any kernel of the context was not in the disk cache. Yields None if there are no processes
-    that compile; then nothing should be launched in the context.
+    The end of `compiling()` does not wait for these kernels. A later launch of one waits until it is compiled. So does
+    the end of a later `compiling()` in which it is launched.
 
-    early: True to compile the kernels on a third of the processes from now on. False: after all others.
+    The context yields a function that returns True if any of its kernels was not in the disk cache. It yields None if
+    there are no compiling processes; then nothing should be launched in it.
+
+    Args:
+        early: True to compile the kernels at the end of this context, on a third of the processes. False to compile
+            them after all kernels of `compiling()`.
     """
     begun = _compiling.get()
     assert begun is not None, "this is within compiling()"
@@ -201,7 +215,7 @@ def compiling_behind(*, early: bool = False) -> Iterator[Callable[[], bool] | No
         yield None
         return
     if not early:
-        executor.all_told()
+        executor.queue_rest()
     mode.executor, begun.waits = behind, False
     try:
         yield lambda: behind.uncached > 0
@@ -215,12 +229,13 @@ def compiling_behind(*, early: bool = False) -> Iterator[Callable[[], bool] | No
 
 
 def described(tensor: torch.Tensor, block: list[int]) -> Any:
-    """Returns the TMA descriptor (sm_90) with which a kernel loads blocks of a tensor.
+    """Returns the TMA descriptor (sm_90) with which a kernel loads blocks of a tensor into shared memory.
+
+    The 16-byte pieces of a block are swizzled in shared memory, in the pattern that wgmma reads.
 
     Args:
         tensor: contiguous, at an address that is a multiple of 16.
-        block: sizes of a block. Its last axis has 64 or 128 bytes. Its 16-byte pieces are swizzled in shared memory, as
-            wgmma reads them.
+        block: shape of a block. Its last axis has 64 or 128 bytes.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -1,4 +1,4 @@
-"""Packed layout of a weight: the elements that one warp loads together are contiguous.
+"""Packed layout of a weight [N, K]: the elements that one warp loads together are contiguous.
 
 | form   | shape                  | element [n, k] of the weight is at                 |
 |--------|------------------------|----------------------------------------------------|
@@ -7,11 +7,12 @@
 | gated  | [N/16, K/32, 16, 32]   | as packed, of a weight whose rows are interleaved: |
 |        |                        | 8 of the gate, then the matching 8 of up           |
 
-The operand x of a product with a packed weight has rows [..., K], or is regrouped: [..., K/64, 64]. Regrouping permutes
-the 32 pairs in each group of 64 values: pair number 16 h + 4 c + t moves to 8 t + 4 h + c. Then the values that one
-product reads are contiguous.
+The operand x of a product with a packed weight is [..., K], or regrouped: [..., K/64, 64]. Regrouping permutes the 32
+pairs of neighbouring values in each group of 64 values of K: pair number 16 h + 4 c + t moves to 8 t + 4 h + c. Then
+the values that one tensor-core instruction reads are contiguous.
 
-A tile of 16 rows is contiguous. In a gated weight, a gate and its up are 8 rows apart, in one thread's registers.
+A tile of 16 rows is contiguous. In a gated weight, a gate row and its up row are 8 rows apart. So one thread has the
+results of both in its registers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.bfloat16, torch.float16)
-BLOCK = 64  # values that are regrouped together
+BLOCK = 64  # number of values of K in a group of regrouping
 PACKED_ROWS = 16  # rows of a tile; weights with fewer rows are not packed (small routers, the gate of a shared expert)
 
 
@@ -33,11 +34,11 @@ def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
 
 
 def pack(weight: Tensor, gated: bool = False) -> Tensor:
-    """Packs a weight [N, K] into a new tensor [N/16, K/32, 16, 32]. It allocates nothing else.
+    """Packs a weight [N, K] into a new tensor [N/16, K/32, 16, 32]. It needs no other memory.
 
     Args:
         weight: bf16 or fp16.
-        gated: the first N/2 rows are the gate, the others are up. Row i of one multiplies row i of the other.
+        gated: True if the first N/2 rows are the gate projection and the others the up projection of an MLP.
 
     Raises:
         ValueError: `can_pack` returns False.
@@ -59,13 +60,13 @@ def packed_shape(weight_shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def pack_into(packed: Tensor, weight: Tensor, gated: bool = False) -> None:
-    """Writes the packed form of a weight [N, K] to `packed`, of shape `packed_shape`."""
+    """Writes the packed form of a weight [N, K] to `packed` [N/16, K/32, 16, 32]. For `gated` see `pack`."""
     rows, width = weight.shape
     _in_rows(packed, gated).copy_(weight.view(_rows_shape(rows, width, gated)))
 
 
 def unpack(packed: Tensor, gated: bool = False) -> Tensor:
-    """Undoes `pack`: the weight [N, K] of packed [N/16, K/32, 16, 32]."""
+    """Undoes `pack`: returns the weight [N, K] of packed [N/16, K/32, 16, 32]. Gate rows come first."""
     tiles, columns = packed.shape[:2]
     return _in_rows(packed, gated).reshape(tiles * 16, columns * 32)
 
@@ -75,17 +76,17 @@ def _rows_shape(rows: int, width: int, gated: bool) -> tuple[int, ...]:
 
 
 def _in_rows(packed: Tensor, gated: bool) -> Tensor:
-    """Views a packed weight with its axes in the order of the weight's rows, in the shape of `_rows_shape`."""
+    """Returns a permuted view of a packed weight, in the shape of `_rows_shape`. It is [N, K] when it is flattened."""
     halves: Tensor = packed.unflatten(2, (2, 8)).permute(2, 0, 3, 1, 4)
     return halves if gated else packed.transpose(1, 2)
 
 
 def embed_rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Takes rows [..., K] at int64 ids [...] of a packed weight that is not gated."""
+    """Returns rows [..., K] number ids, int64 [...], of a packed weight that is not gated."""
     return packed[ids // 16, :, ids % 16].flatten(-2)
 
 
 def in_order(regrouped: Tensor) -> Tensor:
-    """Undoes regrouping: rows [..., K] of [..., K/64, 64]."""
+    """Undoes regrouping (see the top of this file): returns [..., K] of [..., K/64, 64]."""
     pairs: Tensor = regrouped.unflatten(-1, (4, 2, 4, 2))
     return pairs.movedim(-4, -2).flatten(-5)

@@ -1,15 +1,17 @@
-"""Rounds a matrix to codes when a model is loaded: to the nearest code, with scales of least squared error.
+"""Quantises a matrix when a model is loaded: to the nearest codes, with the scales of the least squared error.
 
-    fp8, int8: one scale a row.   int4: one scale for each group of columns, symmetric
+    fp8, int8: one scale for each row.   int4: one scale for each group of columns, symmetric
 
-The basic scale is the largest magnitude over the largest code. The scale is this times the factor of `SHRINK` with the
-least sum of squared errors. A smaller scale cuts off a few large values, but rounds all others more finely.
+The basic scale of a group (for fp8 and int8, a row) is its largest magnitude over the largest number of a code. Fifteen
+scales are tried: the basic scale times each factor in `SHRINK`. The one with the least sum of squared errors is chosen.
+A smaller scale clips a few large values, but rounds all others more finely.
 
-An error is the distance between a value and its code's value, over the scale. Its square is counted as a whole number
-of 1 / `STEPS`. Sums of whole numbers do not depend on their order, so every device chooses the same scales.
+While scales are compared, the error of a value is its distance from the nearest number of a code, over the scale. Its
+square is rounded to a whole number of 1 / `STEPS`. Sums of whole numbers do not depend on their order, so every device
+chooses the same scales.
 
-The scale is 1 for values that are zero, or too small for a scale in bf16. A smaller scale would not fit in 16 bits
-beside the scales of other groups.
+The scale is 1 if all values of a group are zero, or too small for a scale in bf16. A smaller scale would not fit in 16
+bits beside the scales of other groups.
 """
 
 from __future__ import annotations
@@ -23,17 +25,18 @@ from fastspec.kernels.common.codes import CodeFormat, Codes, CodesKind
 FORMATS: tuple[CodeFormat, ...] = ("fp8", "int8", "int4")
 LARGEST = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 SHRINK = tuple(1.0 - step / 40 for step in range(15))
-# powers of two. In int8, the smallest scale (0.65 times the largest) gives distances up to 68.9, squares up to 4741
+# powers of two, small enough that a square times STEPS is below 2^23. In int8, the smallest scale (0.65 times the
+# basic one) gives errors up to 68.9, squares up to 4741
 STEPS = {"fp8": 2.0**7, "int8": 2.0**10, "int4": 2.0**19}
-LEAST = 2.0**-126  # the smallest normal bf16; kernels are also imported where torch is not
+LEAST = 2.0**-126  # the smallest normal bf16. No torch.finfo: processes without torch import this file
 _GROUPS = (128, 64, 32)
-# values rounded at a time; each needs up to twenty bytes of temporary memory. On a CPU they fit in its caches
+# number of values quantised at a time; each needs up to twenty bytes of temporary memory. On a CPU they fit in caches
 VALUES = 2**22
 CPU_VALUES = 2**18
 
 
 def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
-    """Returns the CodesKind with which a matrix (N, K) is rounded. None if no group size of int4 divides K."""
+    """Returns the `CodesKind` in which a matrix (N, K) is quantised. None if no group size of int4 divides K."""
     if form != "int4":
         return CodesKind(form, (1, shape[1]))
     group = next((size for size in _GROUPS if shape[1] % size == 0), None)
@@ -41,11 +44,11 @@ def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
 
 
 def rounded(values: Tensor, kind: CodesKind) -> Codes:
-    """Rounds a matrix [N, K] to codes, on its device. The same values give the same codes.
+    """Quantises a matrix, on its device. The same values give the same codes on every device.
 
     Args:
-        values: any float dtype.
-        kind: from `kind_for`.
+        values: [N, K] of any float dtype.
+        kind: result of `kind_for`.
     """
     step = max(1, (CPU_VALUES if values.device.type == "cpu" else VALUES) // values.shape[1])
     parts = [_rounded(part.float().unflatten(1, (-1, kind.block[1])), kind.format) for part in values.split(step)]
@@ -56,12 +59,12 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
 
 
 def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
-    """Rounds rows [n, K] of whole tiles and packs their codes.
+    """Quantises some rows of a matrix, and packs their codes.
 
     Args:
-        place: the packed matrix, whose words are written. Its kind is a result of `kind_for`.
-        tile: number of the first tile.
-        rows: any float dtype; rows of a gated matrix have the gate's rows first.
+        place: the packed matrix, whose `words` are written. Its kind is a result of `kind_for`.
+        tile: number of the first 16-row tile of `place` that is written.
+        rows: [n, K] of any float dtype, n a multiple of 16. Gate rows of a gated matrix come first.
 
     Returns:
         The scales of the rows, fp32 [n, groups].
@@ -72,7 +75,7 @@ def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
 
 
 def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
-    """Rounds values [n, G, K / G]: codes [n, K] and scales [n, G]."""
+    """Quantises values fp32 [n, G, K / G], G groups of each row. Returns codes [n, K] and scales [n, G]."""
     rows = groups.flatten(0, 1)
     # a column is a group: operations run over long rows, and sums over columns add whole rows
     columns = rows.t().contiguous() if rows.shape[1] <= _GROUPS[0] else rows.t()
@@ -83,7 +86,8 @@ def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     factors = torch.tensor(SHRINK, dtype=torch.float64, device=rows.device)[:, None]
     tried = _short(largest * factors.float())
     shares = (tried / largest.clamp(min=LEAST)).square_()
-    # the errors at both ends are part of the sum: scales that they rule out are not tried
+    # the errors of the smallest and the largest value are a lower bound of the sum. Scales whose bound is not below the
+    # best sum are not tried
     both = ends[:, None].expand(-1, len(tried), -1).flatten(1)
     bounds = _errors(both, tried.flatten(), form).view_as(tried).mul_(shares)
     best = torch.full_like(largest, torch.inf)
@@ -107,21 +111,21 @@ def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
 
 
 def _errors(columns: Tensor, scales: Tensor, form: CodeFormat, room: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Returns the squared errors of groups with a scale each, in fp32.
+    """Returns the sums of squared errors of groups of values, one scale for each group.
 
     Args:
-        columns: [values of a group, groups].
-        scales: [groups].
-        room: two tensors like `columns`, which are overwritten: new memory for every scale takes longer than the sums.
+        columns: fp32 [values of a group, groups].
+        scales: fp32 [groups].
+        room: two scratch tensors like `columns`. To allocate them for every scale would take longer than the sums.
 
     Returns:
-        [groups]: exact sums of the squares, each rounded to 1 / STEPS, times STEPS.
+        fp32 [groups]. Squares are rounded to whole numbers of 1 / STEPS, and their sums are exact, times STEPS.
     """
     quotient, nearest = room or (torch.empty_like(columns), torch.empty_like(columns))
     torch.mul(columns, scales.reciprocal(), out=quotient)  # one instruction, and accurate enough here
     difference = _nearest(quotient, form, nearest).sub_(quotient)
     squares = torch.mul(difference, difference, out=difference)
-    # a square is less than 2^23 / STEPS. Beside that number its last bits are the count of 1 / STEPS, rounded
+    # a square is less than 2^23 / STEPS. Added to that number, its last bits are the rounded count of 1 / STEPS
     unit = 2.0**23 / STEPS[form]
     counts = squares.add_(unit).view(torch.int32)
     first = int(torch.tensor(unit, dtype=torch.float32, device="cpu").view(torch.int32))
@@ -132,17 +136,17 @@ def _errors(columns: Tensor, scales: Tensor, form: CodeFormat, room: tuple[Tenso
 
 
 def _wrapped(number: int) -> int:
-    """Returns the int32 that is equal to a number modulo 2^32."""
+    """Returns the int32 that is congruent to a number modulo 2^32."""
     return (number + 2**31) % 2**32 - 2**31
 
 
 def _short(scales: Tensor) -> Tensor:
-    """Rounds scales to 8 bits of mantissa, as in checkpoints. They are never 0, because values are divided by them."""
+    """Rounds scales to bf16, as in checkpoints, and to at least LEAST, because values are divided by them."""
     return scales.bfloat16().float().clamp(min=LEAST)
 
 
 def _nearest(quotient: Tensor, form: CodeFormat, place: Tensor) -> Tensor:
-    """Writes the values of the codes nearest to quotients to `place`, fp32."""
+    """Rounds quotients (value / scale) to the nearest numbers that codes hold. Writes them to `place`, fp32."""
     if form == "fp8":
         return place.copy_(quotient.clamp(-448.0, 448.0).to(torch.float8_e4m3fn))
     low, high = (-127, 127) if form == "int8" else (-8, 7)

@@ -1,4 +1,4 @@
-"""`Weight`: a matrix [N, K] of a model, in the layout that the matrix products read.
+"""`Weight`: a matrix [N, K] of a model, in the layout that the kernels for matrix products read.
 
 Ops get a `Weight` and choose a kernel by its `format`. No other code depends on the layout of its values.
 """
@@ -24,15 +24,15 @@ Format = Literal["rows", "packed", "codes", "blocked"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """One matrix of a model; y = x W^T.
+    """One matrix W [N, K] of a model; y = x W^T.
 
     Attributes:
-        data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see `packing`. "codes": the
+        data: the stored values. "rows": [N, K]. "packed": contiguous [N/16, K/32, 16, 32], see packing.py. "codes": the
             words of `codes`. "blocked": empty; `blocked` has the values.
         format: layout of `data`.
-        gated: True if rows are interleaved, 8 of the gate and then the matching 8 of up. Only packed weights and codes
-            are. With "rows" the gate's N/2 rows come first.
-        codes: codes and scales of a quantised weight, see `code_packing`.
+        gated: True if the matrix is the gate and up projections of an MLP with interleaved rows: 8 of the gate, then
+            the matching 8 of up. Only "packed" and "codes" interleave. In other formats the gate's N/2 rows come first.
+        codes: codes and scales of a quantised weight, see code_packing.py.
         activations: for a quantised weight, the dtype of its operand x and of the values of `unpack`.
         whole: (N, K) of the whole matrix, if this weight is a rank's part of it. None: this is the whole matrix.
         tree: True if kernels that support it sum over K as one binary tree over consecutive parts of K. A rank's part
@@ -67,7 +67,7 @@ class Weight:
 
     @classmethod
     def pack(cls, rows: Tensor, gated: bool = False) -> Weight:
-        """Packs a copy of [N, K]; arguments and errors of `packing.pack`."""
+        """Makes a packed weight of a copy of `rows` [N, K]. For `gated` and errors see `packing.pack`."""
         return cls(packing.pack(rows, gated), "packed", gated)
 
     @classmethod
@@ -85,10 +85,10 @@ class Weight:
         Args:
             shape: (N, K).
             form: layout of the values.
-            gated: True if rows are interleaved; ignored unless the layout is packed.
+            gated: True to interleave rows of gate and up; ignored unless the layout is packed.
             dtype: dtype of the values.
             device: device of the values.
-            **sums: attributes `whole` and `tree`.
+            **sums: the attributes `whole` and `tree` of the weight.
         """
         packed = form == "packed"
         data = torch.empty(packing.packed_shape(shape) if packed else shape, dtype=dtype, device=device)
@@ -102,8 +102,8 @@ class Weight:
 
         Args:
             shape: (N, K).
-            kind: format and blocks of the codes.
-            gated: True if rows are interleaved.
+            kind: format of the codes, and the blocks that share a scale.
+            gated: True to interleave rows of gate and up.
             dtype: dtype of the operand x, and of the results of `unpack` and `embed`.
             device: device of the codes.
 
@@ -115,7 +115,7 @@ class Weight:
 
     @classmethod
     def of_blocked(cls, blocked: Blocked) -> Weight:
-        """Makes a weight in the layout of CPU libraries, which `fill` writes."""
+        """Makes a weight in the layout of torch's CPU libraries, which `fill` writes."""
         return cls(torch.empty(0, dtype=blocked.dtype, device="cpu"), "blocked", blocked=blocked)
 
     def fill_codes(self, codes: Codes) -> None:
@@ -129,7 +129,12 @@ class Weight:
         self.codes.fill(codes)
 
     def fill_run(self, tile: int, rows: Tensor) -> None:
-        """Writes rows [n, K] of whole tiles of a packed weight, starting at tile `tile`. Gate rows come first."""
+        """Writes some rows of a packed weight.
+
+        Args:
+            tile: number of the first 16-row tile.
+            rows: [n, K], n a multiple of 16. Gate rows of a gated weight come first.
+        """
         packing.pack_into(self.data[tile : tile + rows.shape[0] // 16], rows, self.gated)
 
     def fill(self, rows: Tensor) -> None:
@@ -149,7 +154,7 @@ class Weight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(N, K), for every format."""
+        """Size of the matrix, (N, K), in every format."""
         if self.codes is not None:
             return self.codes.shape
         if self.blocked is not None:
@@ -186,7 +191,7 @@ class Weight:
         return packing.unpack(self.data, self.gated) if self.format == "packed" else self.data
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Returns rows [..., K] at int64 ids [...] in 0..N-1. Rows of a gated weight are in the order of storage."""
+        """Returns rows [..., K] number ids, int64 [...] in 0..N-1. The weight is not gated."""
         if self.blocked is not None:
             return self.blocked.embed(ids)
         if self.codes is not None:

@@ -1,4 +1,4 @@
-"""Imports kernels without torch, for processes that only compile.
+"""Lets processes that only compile kernels import the modules of kernels without torch.
 
 They need only Triton, and torch is slow to import.
 """
@@ -13,16 +13,16 @@ from types import ModuleType
 
 
 class _Name(type):
-    """Stand-in for a name of torch, for annotations and dict keys. It cannot be called."""
+    """Class of stand-ins for names of torch, which serve as annotations and dict keys. A stand-in cannot be called."""
 
     def __getattr__(cls, name: str) -> _Name:
         return _named(f"{cls.__qualname__}.{name}", name)
 
 
 class _Absent(MetaPathFinder, Loader):
-    """Import finder that provides stand-ins for torch and its modules.
+    """Import finder that makes empty stand-in modules for torch and its submodules.
 
-    Every name can be imported from a stand-in module.
+    Every name can be imported from a stand-in module, as a `_Name`.
     """
 
     def find_spec(
@@ -42,7 +42,8 @@ class _Absent(MetaPathFinder, Loader):
 def leave_out_torch() -> None:
     """Makes later imports of torch in this process return stand-ins, unless torch is already imported.
 
-    Modules with kernels may name parts of torch at import. Calling one of them, or using it as a number, fails.
+    Modules with kernels may name parts of torch while they are imported. To call such a name, or to use it as a number,
+    is an error.
     """
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Absent())

@@ -54,7 +54,7 @@ def test_the_share_of_others_comes_behind_ones_own_and_from_its_end() -> None:
         executor._places.get()  # one kernel at a time
         futures = [executor.submit(lambda number=number: order.append(number)) for number in range(1, 7)]
         assert not any(each.done() for each in futures[1::2])
-        executor.all_told()
+        executor.queue_rest()
         for each in futures:
             each.result()
         executor._places.put(None)
@@ -64,7 +64,7 @@ def test_the_share_of_others_comes_behind_ones_own_and_from_its_end() -> None:
 def test_an_error_of_the_share_of_others_is_that_of_who_waits() -> None:
     with compilers.Compilers(0, kernels=KERNELS, rank=1, ranks=2) as executor:
         own, other = (executor.submit(lambda: 1 // 0) for _ in range(2))
-        executor.all_told()
+        executor.queue_rest()
         for each in (own, other):
             with pytest.raises(ZeroDivisionError):
                 each.result()
