@@ -1,4 +1,4 @@
-"""The torch definition of every op. It runs where Triton does not, and kernels are tested against it."""
+"""Definitions of all ops in torch. They run where Triton does not, and kernels are tested against them."""
 
 from fastspec.kernels.reference.attention import (
     AttendCall,

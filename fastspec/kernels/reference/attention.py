@@ -1,7 +1,7 @@
-"""Torch definition of attention over paged keys, with rotary embedding and K/V append.
+"""Torch definition of attention over a paged KV cache, with rotary embedding and the append of new K and V.
 
-Row invariance: keys are visited in blocks of `KEY_BLOCK` absolute positions, in ascending order. A block that is masked
-for a row changes no bit of it. So a row's bits do not depend on the number of visited blocks.
+Batch invariance: keys are visited in blocks of `KEY_BLOCK` absolute positions, in ascending order. A block that is
+masked for a row changes no bit of its result. So a row's bits do not depend on the number of visited blocks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in the half-split layout (arXiv 2104.09864): x [B, Q, H, D], cos and sin fp32 [B, Q, 1, D/2]."""
+    """Applies rotary embedding in the half-split layout (arXiv 2104.09864).
+
+    Args:
+        x: [B, Q, H, D].
+        cos, sin: fp32 [B, Q, 1, D/2].
+
+    Returns:
+        Shape and dtype of x. Computed in fp32, rounded once.
+    """
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates heads as models of transformers do: x cos + [-x2 | x1] sin, with x = [x1 | x2].
+    """Applies rotary embedding as models of transformers do: x cos + [-x2 | x1] sin, with x = [x1 | x2].
 
     Args:
         q: [B, H, Q, D].
@@ -34,7 +42,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         cos, sin: [B or 1, Q, D], q's dtype.
 
     Returns:
-        q and k, rotated. Each product is rounded to their dtype, and so is the sum.
+        The rotated q and k. Each product is rounded to q's dtype, and so is the sum.
     """
 
     def rotated(x: Tensor) -> Tensor:
@@ -57,25 +65,25 @@ def paged_attention(
     tiling: Tiling = UNTILED,
     kv_scales: KVScales | None = None,
 ) -> Tensor:
-    """Causal attention of B x Q query rows over paged keys, with grouped heads.
+    """Computes causal grouped-query attention of B x Q query tokens over a paged KV cache.
 
-    Row (b, i) attends to cached positions j <= positions[b, i]. With a window it attends only to
+    Token (b, i) attends to cached positions j <= positions[b, i]. With a window it attends only to
     j > positions[b, i] - window.
 
-        score_j = scale * (q . k_j), with a softcap c then c * tanh(score_j / c)
-        out = sum_j exp(score_j) v_j / (sum_j exp(score_j) + exp(sink)), without sinks: the first sum alone
+        score_j = scale * (q . k_j);                       with a softcap c: c * tanh(scale * (q . k_j) / c)
+        out = sum_j exp(score_j) v_j / sum_j exp(score_j); with a sink, the second sum also has exp(sink)
 
     Args:
         query: [B, Q, H, D].
         keys: [num_pages, page_size, Hkv, D], H a multiple of Hkv.
         values: shape and dtype of keys.
-        block_table: int64 [B, P], the pages of a row.
-        positions: int64 [B, Q].
+        block_table: int64 [B, P], the pages of each row.
+        positions: int64 [B, Q], position of each query token.
         num_blocks: blocks of KEY_BLOCK keys to visit. Every attended position lies below num_blocks * KEY_BLOCK.
         rule: window, scale and softcap.
         sinks: [H] in fp32 or query's dtype. A sink is the score of one more key of a head, whose value is zero.
-        tiling: query tokens per matrix product.
-        kv_scales: scales of keys and values in 8 bits; None: 1.
+        tiling: `tiling.queries` query tokens are multiplied with the keys in one matrix product.
+        kv_scales: scales of an 8-bit cache. None: 1.
 
     Returns:
         [B, Q, H, D] in query's dtype. Softmax and sums are in fp32, online over key blocks (arXiv 2205.14135).
@@ -127,9 +135,18 @@ def paged_attention(
 def _gather_block(
     keys: Tensor, values: Tensor, block_table: Tensor, at: Tensor, newest: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns K and V [B, Hkv, KEY_BLOCK, D] in fp32 of positions `at`; zero above each row's `newest`.
+    """Gathers K and V of some positions from a paged cache.
 
-    Slots above `newest` may hold NaN of other rows. A zero weight does not remove it, because 0 * NaN is NaN.
+    Positions above `newest` give zeros. Their slots may hold NaN of other rows, and an attention weight of zero does
+    not remove it, because 0 * NaN is NaN.
+
+    Args:
+        keys, values, block_table: see `paged_attention`.
+        at: int64 [KEY_BLOCK], the positions.
+        newest: int64 [B], largest position of each row's query tokens.
+
+    Returns:
+        K and V, fp32 [B, Hkv, KEY_BLOCK, D].
     """
     page_size = keys.shape[1]
     pages = block_table[:, (at // page_size).clamp(max=block_table.shape[1] - 1)].clamp(0, keys.shape[0] - 1)
@@ -142,26 +159,26 @@ def _gather_block(
 
 
 def _readable(cache: Tensor) -> Tensor:
-    """Returns a cache that torch can index: a cache in 8 bits is viewed as bytes."""
+    """Returns a view of a cache tensor that torch can index: bytes for an 8-bit cache, else the tensor itself."""
     return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 @dataclass(slots=True)
 class HeadsCall:
-    """The arguments of `store_heads`: new tokens, and the cache of a layer for their keys and values.
+    """Arguments of `store_heads`: q, k and v of new tokens, and one layer's paged KV cache.
 
     Attributes:
         qkv: [B, Q, (H + 2 Hkv) * D], query heads first, then keys, then values.
         cos, sin: fp32 [positions, D/2], the rotary table. None: queries and keys are not rotated.
-        keys, values: [num_pages, page_size, Hkv, D], written at the positions of rows with `write_mask`. Their dtype is
-            qkv's, or e4m3 (kv_scales.py).
-        block_table: int64 [B, P], the pages of a row.
-        positions: int64 [B, Q], >= 0.
-        write_mask: bool [B, Q]; K and V of other tokens are not kept.
+        keys, values: [num_pages, page_size, Hkv, D], the cache. K and V of tokens with `write_mask` are written to it.
+            Its dtype is qkv's, or e4m3 (kv_scales.py).
+        block_table: int64 [B, P], the pages of each row.
+        positions: int64 [B, Q], >= 0, position of each token.
+        write_mask: bool [B, Q]. K and V of tokens with False are not stored.
         num_heads: H; 0 if `qkv` has only keys and values.
-        norms: (weight [D] for query heads, weight [D] for key heads, epsilon) of an RMSNorm. The weights are in qkv's
-            dtype, or in fp32; `norm` defines both. None: no norms.
-        kv_scales: scales of keys and values in 8 bits. None: 1.
+        norms: (weight [D] for query heads, weight [D] for key heads, epsilon) of RMSNorms of q and k. The weights are
+            in qkv's dtype or in fp32, which `norm` rounds differently. None: no norms.
+        kv_scales: scales of an 8-bit cache. None: 1.
     """
 
     qkv: Tensor
@@ -180,16 +197,17 @@ class HeadsCall:
 
 @dataclass(slots=True, kw_only=True)
 class AttendCall(HeadsCall):
-    """The arguments of `attend`: those of `store_heads`, and the rules of attention.
+    """Arguments of `attend`: those of `store_heads`, and the rules of attention.
 
     Attributes:
         num_blocks: blocks of KEY_BLOCK keys to visit. Every attended position lies below num_blocks * KEY_BLOCK.
-        first_block: the first block with rows that count. Kernels may leave any values in rows of earlier blocks.
+        first_block: all running rows are at positions in this block or later. The results of other rows may be
+            anything.
         rule: window, scale and softcap.
         sinks: [H] in fp32 or qkv's dtype. A sink is the score of one more key of a head, whose value is zero.
-        product: the weight that multiplies the result. Kernels may return the result regrouped for this product;
-            `layer_tail` takes both orders.
-        tiling: query tokens per matrix product of torch. Kernels have tiles of their own.
+        product: the layer's output projection, which is multiplied with the result. Kernels may return the result
+            regrouped for it (packing.py); `layer_tail` takes both orders.
+        tiling: see `paged_attention`. Kernels have tiles of their own and do not read it.
     """
 
     num_blocks: int
@@ -201,13 +219,13 @@ class AttendCall(HeadsCall):
 
 
 def store_heads(call: HeadsCall) -> Tensor:
-    """Norms and rotates the heads of new tokens, and writes their K and V to the cache.
+    """Norms and rotates the query and key heads of new tokens, and writes their K and V to the cache.
 
     Args:
-        call: tensors and rules. Its `keys` and `values` are written.
+        call: tensors and options; see `HeadsCall`. Its `keys` and `values` are written.
 
     Returns:
-        The queries [B, Q, H, D], normed and rotated.
+        The normed and rotated queries [B, Q, H, D].
     """
     keys, values, positions = call.keys, call.values, call.positions
     page_size, kv_heads, dim = keys.shape[1:]
@@ -229,14 +247,14 @@ def store_heads(call: HeadsCall) -> Tensor:
 
 
 def attend(call: AttendCall, work: Any = None) -> Tensor:
-    """Attention of a layer over its fused product: `store_heads`, then `paged_attention`.
+    """Computes a layer's attention from its fused q, k and v: `store_heads`, then `paged_attention`.
 
     Args:
-        call: tensors and rules. Its `keys` and `values` are written.
-        work: from `Ops.workspace`. Torch needs none.
+        call: tensors and options; see `AttendCall`. Its `keys` and `values` are written.
+        work: scratch memory from `Ops.workspace`. Torch needs none.
 
     Returns:
-        [B, Q, H * D]. With `call.product` kernels may return it regrouped, [B, Q, H * D / 64, 64] (packing.py).
+        [B, Q, H * D]. If `call.product` is given, kernels may return [B, Q, H * D / 64, 64], regrouped (packing.py).
     """
     query = store_heads(call)
     out = paged_attention(
@@ -255,10 +273,10 @@ def attend(call: AttendCall, work: Any = None) -> Tensor:
 
 
 def _slots(block_table: Tensor, positions: Tensor, page_size: int, write_mask: Tensor) -> Tensor:
-    """Flat cache slots [B, Q] of positions [B, Q]; without `write_mask` a slot of page 0, the trash page.
+    """Returns the cache slots (page * page_size + offset) of positions, int64 [B, Q].
 
-    Positions beyond the block table are clamped to its last page. Only rows that do not write have such positions, but
-    their indices must be in range as well.
+    Tokens whose `write_mask` is False get a slot of page 0, the trash page. Only such tokens may have positions beyond
+    the block table. These are clamped to its last page, because indices must be in range.
     """
     pages = block_table.gather(1, (positions // page_size).clamp(0, block_table.shape[1] - 1))
     return torch.where(write_mask, pages, 0) * page_size + positions % page_size

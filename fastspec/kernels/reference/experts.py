@@ -1,7 +1,7 @@
-"""Torch definition of a mixture of experts: the router, and the sum of the chosen experts' outputs.
+"""Torch definition of a mixture of experts: the router, and the weighted sum of the chosen experts' outputs.
 
-Row invariance: every product has blocks of `PAIRS` (token, expert) pairs. The outputs of a token's experts are added in
-the order of choice.
+Batch invariance: every matrix product has blocks of `PAIRS` (token, expert) pairs. The outputs of a token's experts are
+added in the order in which they were chosen. So a token's bits do not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from fastspec.kernels.reference.linear import norm as norm_of
 from fastspec.kernels.reference.recurrent import sigmoid
 from fastspec.shapes import UNTILED, ClampedGate, RoutingRule, SquaredRelu, Tiling
 
-PAIRS = 8  # (token, expert) pairs of one product
+PAIRS = 8  # (token, expert) pairs of one matrix product
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Chooses the experts of each row, in order of rank, and computes their factors.
+    """Chooses the experts of each token, the best first, and computes the factors of their outputs.
 
     Args:
-        logits: fp32 [R, E + rule.gates], of the router.
-        rule: `RoutingRule` has the formulas.
+        logits: fp32 [R, E + rule.gates], the router's logits of R tokens.
+        rule: formulas and number of experts, see `RoutingRule`.
         correction: fp32 [E], added to the scores only to choose experts (DeepSeek-V3, arXiv 2412.19437).
 
     Returns:
-        Ids int32 [R, rule.held] and factors fp32 [R, rule.held].
+        Ids of the experts, int32 [R, rule.held], and their factors, fp32 [R, rule.held].
     """
     if rule.shared is not None:
         return _with_shared(logits, rule, correction)
@@ -54,7 +54,7 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
 
 
 def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Routes tokens by a rule with a shared expert."""
+    """Computes `route` for a rule with a shared expert: it is the last expert of every token."""
     experts = logits.shape[1] - rule.gates
     ids, factors = route(logits[:, :experts], rule._replace(shared=None), correction)
     gate = sigmoid(logits[:, experts:]) if rule.gates else torch.ones_like(factors[:, :1])
@@ -65,18 +65,18 @@ def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -
 def normed_logits(
     x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
 ) -> tuple[Tensor, Tensor]:
-    """Computes `norm` of rows, and the logits of a router for the result.
+    """Computes the RMSNorm of hidden states, and the router's logits of the result.
 
     Args:
-        x: [..., K].
-        weight: [K], see `norm`.
+        x: [..., K], hidden states.
+        weight: [K], weight of the norm; see `norm`.
         eps: epsilon of the norm.
-        router: [N, K], stored as rows.
-        bias: [N], of the router.
-        tiling: `tiling.rows` rows per product.
+        router: [N, K], row-major.
+        bias: [N], bias of the router.
+        tiling: `tiling.rows` rows are multiplied in one matrix product.
 
     Returns:
-        The normed rows [..., K] in x's dtype, and the logits fp32 [..., N].
+        The normed hidden states [..., K] in x's dtype, and the logits, fp32 [..., N].
     """
     h = norm_of(x, weight, eps)
     return h, linear(h, router, bias, tiling, out_dtype=torch.float32)
@@ -85,28 +85,31 @@ def normed_logits(
 def route_normed(
     logits: Tensor, rule: RoutingRule, correction: Tensor | None, x: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `route`, and `norm` of the rows that the experts multiply.
+    """Computes `route`, and the RMSNorm of the hidden states that the experts read.
 
     Args:
         logits, rule, correction: see `route`.
-        x: [..., K].
-        weight: [K], see `norm`.
+        x: [..., K], hidden states.
+        weight: [K], weight of the norm; see `norm`.
         eps: epsilon of the norm.
 
     Returns:
-        Ids and factors of `route`, and the normed rows [..., K].
+        Ids and factors as `route` returns them, and the normed hidden states [..., K].
     """
     ids, factors = route(logits, rule, correction)
     return ids, factors, norm_of(x, weight, eps)
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest elements of each row, in descending order. Of equal ones the lowest id is first."""
+    """Returns the indices [R, count] of each row's largest elements, in descending order; the lowest first if equal."""
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def _in_kept_groups(ranked: Tensor, rule: RoutingRule) -> Tensor:
-    """bool [R, E]: True for experts in the kept groups."""
+    """Returns bool [R, E], True for experts in the groups from which a token's experts are chosen.
+
+    ranked: scores by which experts are ranked, [R, E].
+    """
     groups = ranked.unflatten(-1, (rule.groups, -1))
     best = groups.sort(dim=-1, descending=True).values
     kept = _largest(best[..., 0] + best[..., 1], rule.kept_groups)
@@ -127,19 +130,20 @@ def experts(
 ) -> Tensor:
     """Sums expert outputs: residual + sum_j factors_j expert_j(x) [+ [sigmoid(shared_logits) *] shared].
 
-        expert(x) = f(x gate_up^T [+ bias]) down^T [+ bias],   f = silu(gate) * up, or the clamped gate of `clamp`
+        expert(x) = f(x gate_up^T [+ bias]) down^T [+ bias],   f = silu(gate) * up, or the activation `clamp`
 
     Args:
         x: [B, Q, hidden], or [R, hidden].
-        ids, factors: [R, chosen], from `route`.
+        ids, factors: [R, chosen], results of `route`.
         weights: experts of the layer.
         clamp: activation of the experts: the clamped gate of gpt-oss, or relu squared without a gate. None: silu.
-        shared: shape of x, the shared expert's output.
-        shared_logits: fp32 [..., 1], logits of the shared expert's gate.
-        residual: shape of x; None: the sum alone, in fp32.
+        shared: output of the shared expert, shape of x. None: there is none.
+        shared_logits: fp32 [..., 1], logits of the shared expert's gate. None: it has no gate.
+        residual: the residual stream, shape of x. None: the result is the sum alone, in fp32.
 
     Returns:
-        Shape and dtype of x. An expert's output is rounded to x's dtype. The sum is in fp32.
+        Shape and dtype of x; fp32 if `residual` is None. An expert's output is rounded to x's dtype, and the sum over
+        experts is in fp32.
     """
     flat, chosen = x.reshape(-1, x.shape[-1]), ids.shape[1]
     outputs = torch.zeros(ids.numel(), x.shape[-1], dtype=x.dtype, device=x.device)
@@ -172,7 +176,7 @@ def experts_normed(
     residual: Tensor,
     norm: tuple[Tensor, float],
 ) -> tuple[Tensor, Tensor]:
-    """Computes `experts`, and the norm of its result.
+    """Computes `experts`, and the RMSNorm of its result.
 
     Args:
         x, ids, factors, weights, clamp, shared, shared_logits, residual: see `experts`.
@@ -187,7 +191,7 @@ def experts_normed(
 
 
 def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
-    """Multiplies rows [R, hidden] by the matrices of one expert, in blocks of `PAIRS` rows."""
+    """Returns the outputs [R, hidden] of one expert for rows [R, hidden], computed in blocks of `PAIRS` rows."""
     up, down = weights.gate_up.values(expert), weights.down.values(expert)
     up_bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert].flatten()
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
@@ -198,7 +202,10 @@ def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: Clamped
 
 
 def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
-    """Outputs [R * chosen, hidden] of all pairs. The matrices of each pair are gathered, so that shapes are static."""
+    """Returns the outputs [R * chosen, hidden] of all (token, expert) pairs, with shapes that do not depend on ids.
+
+    The matrices of each pair's expert are gathered.
+    """
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
     chosen = F.pad(ids.flatten().long(), room).split(PAIRS)
@@ -221,7 +228,10 @@ def _through(
 
 
 def gated(gate_up: Tensor, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
-    """The activation of an expert, [..., I], of its fused product [..., 2 I], gate first. Without a gate [..., I]."""
+    """Applies an expert's activation to the result of its first product: [..., 2 I], gate first, to [..., I].
+
+    For `SquaredRelu`, which has no gate, `gate_up` is [..., I]. For `clamp` see `experts`.
+    """
     if isinstance(clamp, SquaredRelu):
         return F.relu(gate_up).square()
     gate, up = gate_up.chunk(2, dim=-1)

@@ -1,4 +1,7 @@
-"""Torch definition of a layer's computations between two attentions. They are one op, so that kernels can fuse them."""
+"""Torch definition of the computations between one layer's attention and the next layer's.
+
+They are one op, `layer_tail`, so that kernels can fuse them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from fastspec.shapes import Tiling
 
 
 class Layer(Protocol):
-    """The products and norms of one decoder layer; `models.layer_table.LayerWeights` has their shapes."""
+    """Weights of one decoder layer with a gated MLP; `models.layer_table.LayerWeights` has their shapes."""
 
     input_norm: Tensor
     post_norm: Tensor
@@ -27,8 +30,8 @@ class Layer(Protocol):
     down_bias: Tensor | None
 
 
-# (partial, bias [N] or None, residual [..., N]) -> residual + (sum over devices of partial [+ bias]), rounded once.
-# partial is fp32 of residual's shape. It may have one more axis in front, of parts that are added as a binary tree
+# an all-reduce: (x, bias [N] or None, residual [..., N]) -> residual + (sum over ranks of x [+ bias]), rounded once.
+# x is fp32 of residual's shape. It may have one more axis in front, of partial sums that are added as a binary tree
 Reduce = Callable[[Tensor, Tensor | None, Tensor], Tensor]
 
 
@@ -43,12 +46,12 @@ def attention_out(
     """Adds a layer's attention to the residual stream: x + attended o^T [+ bias].
 
     Args:
-        linear: the op of that name.
-        attended: [B, Q, H * D], result of attention. With `reduce` it has the heads of this device.
+        linear: the op `Ops.linear`.
+        attended: [B, Q, H * D], result of attention. With `reduce` it has only the heads of this rank.
         x: [B, Q, hidden], the residual stream.
-        layer: weights. With `reduce`, `layer.o` has this device's columns.
-        tiling: rows per product.
-        reduce: adds products over devices; None if one device has the whole layer.
+        layer: weights. With `reduce`, `layer.o` has only the columns of this rank.
+        tiling: `tiling.rows` rows are multiplied in one matrix product.
+        reduce: adds fp32 products of all ranks, bias and residual. None: one rank has the whole layer.
 
     Returns:
         [B, Q, hidden], the residual stream.
@@ -68,12 +71,12 @@ def mlp(
     """Adds a layer's MLP to the residual stream, and computes q, k and v of the next layer.
 
     Args:
-        linear: the op of that name.
+        linear: the op `Ops.linear`.
         x: [B, Q, hidden], result of `attention_out`.
-        layer: weights. With `reduce`, `gate_up` has this device's rows of each half, and `down` the same columns.
-        next_layer: None after the last layer.
+        layer: weights. With `reduce`, `gate_up` has this rank's rows of gate and of up, and `down` the same columns.
+        next_layer: weights of the next layer. None after the last layer.
         eps: epsilon of the norms.
-        tiling: rows per product.
+        tiling: `tiling.rows` rows are multiplied in one matrix product.
         reduce: see `attention_out`.
 
     Returns:
@@ -96,13 +99,13 @@ def layer_tail(
     tiling: Tiling,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The computations between two attentions: `attention_out`, then `mlp`.
+    """Computes everything between one layer's attention and the next layer's: `attention_out`, then `mlp`.
 
     Args:
         linear, attended, x, layer, next_layer, eps, tiling, reduce: see `attention_out` and `mlp`.
 
     Returns:
-        As `mlp`.
+        x [B, Q, hidden], and q, k and v of the next layer [B, Q, N]; None after the last layer.
     """
     x = attention_out(linear, attended, x, layer, tiling, reduce)
     return mlp(linear, x, layer, next_layer, eps, tiling, reduce)

@@ -1,7 +1,7 @@
-"""Torch definition of the matrix products of a pass, and of the norms fused with them.
+"""Torch definition of the matrix products of a forward pass, and of norms and activations around them.
 
-Row invariance: a row's bits do not depend on the number of rows beside it. Libraries choose the algorithm of a product
-by its shape. So `linear` multiplies zero-padded blocks of `Tiling.rows` rows, which all have one shape.
+Batch invariance: a row's bits do not depend on the number of rows beside it. Libraries choose the algorithm of a matrix
+product by its shape. So `linear` multiplies zero-padded blocks of `Tiling.rows` rows, which all have one shape.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ _LAST_ID = 2**31 - 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis; statistics in fp32 (arXiv 1910.07467)."""
+    """Computes RMSNorm over the last axis: x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467).
+
+    x / sqrt(...) is computed in fp32 and rounded to x's dtype before it is multiplied by the weight.
+    """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, centred: bool = False) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight [+ bias] over the last axis, computed in fp32 (RMSNorm, arXiv 1910.07467).
+    """Computes x / sqrt(mean(x^2) + eps) * weight [+ bias] over the last axis in fp32 (RMSNorm, arXiv 1910.07467).
 
     Args:
         x: [..., K].
-        weight: [K]. In x's dtype: x / sqrt(...) is rounded before it is multiplied, as in `rms_norm`. In fp32 with x of
-            another dtype: the result is rounded once, at its end.
+        weight: [K]. If it has x's dtype, x / sqrt(...) is rounded to it before the multiplication. If it is fp32 and x
+            is not, the result is rounded once, at the end.
         eps: epsilon.
         bias: [K], weight's dtype.
-        centred: subtracts the mean of x first, as LayerNorm does (arXiv 1607.06450).
+        centred: True to subtract the mean of x first, as LayerNorm does (arXiv 1607.06450).
 
     Returns:
         Shape and dtype of x.
@@ -54,23 +57,24 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Adds x and the norm of `added`, and norms the sum. Models with a norm after attention and MLP need both.
+    """Computes sum = x + norm(added) and norm(sum), for models that norm the outputs of attention and MLP.
 
     Args:
-        added, x: [..., K].
-        weight: [K], of the norm of `added`; see `norm`.
-        next_weight: [K], of the norm of the sum. None: the sum has no norm.
+        added: [..., K], output of attention or of the MLP.
+        x: [..., K], the residual stream.
+        weight: [K], weight of the norm of `added`; see `norm`.
+        next_weight: [K], weight of the norm of the sum. None: this norm is not computed.
         eps: epsilon of both norms.
 
     Returns:
-        x + norm(added), and the norm of that sum or None; shape and dtype of x.
+        The sum, and its norm or None. Shape and dtype of x.
     """
     total = x + norm(added, weight, eps)
     return total, None if next_weight is None else norm(total, next_weight, eps)
 
 
 def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
-    """gelu(gate) * up of a fused product, with the tanh formula of gelu (arXiv 1606.08415).
+    """Computes gelu(gate) * up of a fused gate and up projection, with the tanh formula of GELU (arXiv 1606.08415).
 
     Args:
         gate_up: [..., 2 I], gate first.
@@ -83,7 +87,7 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """gelu by its tanh formula."""
+    """Computes GELU of each element by its tanh formula."""
     if x.is_cuda:
         return F.gelu(x, approximate="tanh")
     # not F.gelu: on a CPU it rounds the last elements of a tensor in another way, so bits would depend on other rows
@@ -104,18 +108,18 @@ def linear(
     gelu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes a linear layer and its neighbours: [residual +] [silu_mul of] (norm(x) @ weight.T + bias).
+    """Computes a linear layer, with norm, activation and residual: [residual +] [silu_mul of] (norm(x) W^T + bias).
 
     Args:
         x: [..., K].
-        weight: [N, K]. With `gated` the N/2 gate rows are first, then the N/2 up rows, in the order of `Weight.unpack`.
+        weight: W [N, K]. With `gated` it has N/2 gate rows, then N/2 up rows, in the order of `Weight.unpack`.
         bias: [N].
-        tiling: `tiling.rows` rows per product.
-        norm: weight [K] and epsilon of an RMSNorm of x, see `norm`.
+        tiling: `tiling.rows` rows are multiplied in one matrix product.
+        norm: weight [K] and epsilon of an RMSNorm of x, see `rms_norm`. None: x is not normed.
         residual: [..., N], added at the end.
-        gated: the product is [gate; up], and the result silu(gate) * up, [..., N/2].
-        gelu: with `gated`, the result is gelu(gate) * up of `gelu_tanh_mul`.
-        out_dtype: torch.float32 returns the unrounded accumulator. Default: x's dtype.
+        gated: True if x W^T is [gate | up]. The result is silu(gate) * up, [..., N/2].
+        gelu: with `gated`, True for gelu(gate) * up, see `gelu_tanh_mul`.
+        out_dtype: torch.float32 returns the unrounded accumulator. None: x's dtype.
 
     Returns:
         [..., N], or [..., N/2] with `gated`.
@@ -138,22 +142,22 @@ def argmax(
     work: Any,
     out: Tensor,
 ) -> None:
-    """Writes the id of the largest of the first `limit` logits of each row. Of equal logits the lowest id counts.
+    """Computes the argmax of each logits row: the id of the largest logit, the lowest id if several are equal.
 
     Args:
-        x: [R, K].
-        weight: [V, K], the head. Logits are in fp32.
-        limit: ids that count.
-        tiling: `tiling.rows` rows per product.
-        norm: weight [K] and epsilon of an RMSNorm of x, see `norm`.
-        work: from `Ops.workspace`. Torch needs none.
-        out: int64 [R] for ids, or uint64 [R] for keys of `keys_of`.
+        x: [R, K], hidden states.
+        weight: [V, K], the LM head. Logits are in fp32.
+        limit: number of ids that count. Ids from `limit` on are padding of the vocabulary.
+        tiling: `tiling.rows` rows are multiplied in one matrix product.
+        norm: weight [K] and epsilon of an RMSNorm of x, see `rms_norm`.
+        work: scratch memory from `Ops.workspace`. Torch needs none.
+        out: output. int64 [R] gets the ids; uint64 [R] gets keys of the largest logits, see `keys_of`.
     """
     pick(linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32), limit, out)
 
 
 def pick(logits: Tensor, limit: int, out: Tensor) -> None:
-    """Writes the result of `argmax` for logits [R, V]."""
+    """Writes the argmax of logits rows [R, V] to `out`. For `limit` and `out` see `argmax`."""
     if out.dtype == torch.uint64:
         out.view(torch.int64).copy_(keys_of(logits, limit))
     else:
@@ -161,11 +165,16 @@ def pick(logits: Tensor, limit: int, out: Tensor) -> None:
 
 
 def keys_of(logits: Tensor, limit: int) -> Tensor:
-    """Computes a key int64 [R] of the largest of the first `limit` logits, to compare several parts of a vocabulary.
+    """Returns the largest logit of each row and its id as one integer, a key, int64 [R].
 
-    A key has 63 bits. The upper 32 order fp32 logits [R, W] as integers. NaN is above all numbers, and both
-    zeros are equal. The lower 31 are 2^31 - 1 - id: of equal logits the lowest id has the largest key. The key is 0 if
-    no id counts.
+    If a vocabulary is divided between ranks, the largest key of all ranks has the id of the largest logit.
+
+    A key has 63 bits. The upper 32 bits are the fp32 logit as an integer with the same order. NaN is above all numbers,
+    and both zeros are equal. The lower 31 bits are 2^31 - 1 - id: of equal logits the lowest id has the largest key.
+
+    Args:
+        logits: fp32 [R, W], the logits of one rank's W ids.
+        limit: number of ids that count. Below 1 every key is 0.
     """
     if limit < 1:
         return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
@@ -178,45 +187,47 @@ def keys_of(logits: Tensor, limit: int) -> Tensor:
 
 
 class PartKeys(NamedTuple):
-    """The largest logit of each part of a vocabulary, for every place. A greedy step needs nothing else of the logits.
+    """Largest logits of a vocabulary that is divided into parts, one for each rank.
+
+    Greedy verification needs nothing else of the logits.
 
     Attributes:
-        keys: int64 [B, k+1, parts], one key of `keys_of` for each part.
-        width: ids of a part. Parts are consecutive.
+        keys: int64 [B, k+1, parts]. For each scored position and each part, the result of `keys_of`.
+        width: number of ids of a part. Parts are consecutive.
     """
 
     keys: Tensor
     width: int
 
     def best(self) -> Tensor:
-        """Key of each place's largest logit, int64 [B, k+1]. Its id counts from the start of the whole vocabulary."""
+        """Returns the largest key of each scored position, int64 [B, k+1], with its id in the whole vocabulary."""
         return _placed(self.keys.unbind(-1), self.width)
 
     def picks(self) -> Tensor:
-        """Id of each place's largest logit, int64 [B, k+1]."""
+        """Returns the id of the largest logit of each scored position, int64 [B, k+1]."""
         return largest_of(self.keys.unbind(-1), self.width)
 
     def invalid(self) -> Tensor:
-        """bool [B, k+1]: True for places whose largest logit is NaN or infinite."""
+        """Returns bool [B, k+1], True for scored positions whose largest logit is NaN or infinite."""
         order = self.best() >> 31
         return (order >= INFINITE) | (order <= 0xFFFFFFFF - INFINITE)
 
 
-INFINITE = 0x7F800000 + 2**31  # the upper part of a key of infinity; NaN lies above
+INFINITE = 0x7F800000 + 2**31  # the upper 32 bits of a key for the logit infinity; those of NaN are larger
 
 
 def largest_of(keys: Sequence[Tensor], width: int) -> Tensor:
-    """Id of each row's largest logit, int64 [R].
+    """Returns the id of each row's largest logit in the whole vocabulary, int64 [R].
 
     Args:
-        keys: int64 [R] for each part of the vocabulary, from `keys_of`.
-        width: ids of a part.
+        keys: int64 [R] for each part of the vocabulary, the results of `keys_of`.
+        width: number of ids of a part.
     """
     return _LAST_ID - (_placed(keys, width) & _LAST_ID)
 
 
 def _placed(keys: Sequence[Tensor], width: int) -> Tensor:
-    """The largest key over all parts. Its id is moved to the place of its part in the vocabulary."""
+    """Returns the largest key over all parts, with its id in the whole vocabulary. Arguments: see `largest_of`."""
     return torch.stack([torch.where(key > 0, key - part * width, 0) for part, key in enumerate(keys)]).amax(0)
 
 
@@ -232,7 +243,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, tiling: Tiling, out
 
 
 def _row_blocks(x: Tensor, row_block: int) -> list[Tensor]:
-    """Splits x [R, K] into zero-padded blocks [row_block, K]."""
+    """Splits x [R, K] into blocks [row_block, K], the last one padded with zeros."""
     return list(F.pad(x, (0, 0, 0, -x.shape[0] % row_block)).split(row_block))
 
 
@@ -246,7 +257,7 @@ def _product_fp32(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of a fused [..., 2 I] product, gate first."""
+    """Computes silu(gate) * up, [..., I], of a fused gate and up projection [..., 2 I], gate first."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -261,12 +272,12 @@ def tile_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes `linear` with a weight [N, K] as rows, and with all rows of x in one product."""
+    """Computes `linear` with a row-major weight [N, K], and with all rows of x in one matrix product."""
     return linear(x, Weight(weight), bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
 def tile_argmax(x: Tensor, weight: Tensor, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """Id of the largest of each row's first `limit` fp32 logits, int64 [R]. Ties: the lowest id. NaN is largest."""
+    """Returns `argmax` ids, int64 [R], for a row-major head [V, K]. NaN counts as the largest logit."""
     return linear(x, Weight(weight), norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)
 
 
@@ -280,7 +291,7 @@ def prefill_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes `linear` with a packed weight. With `gated` the weight's rows are interleaved."""
+    """Computes `linear` with a packed or quantised weight. With `gated` the weight is gated, too (`Weight.gated`)."""
     return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 
@@ -295,7 +306,10 @@ def packed_linear(
     gelu: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes `linear` with a packed weight in fp32, or in fp64 for fp64 operands. The result is rounded once."""
+    """Computes `linear` with a packed or quantised weight, rounding only the result.
+
+    All intermediate values are in fp32, or in fp64 if x is.
+    """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     rows = x.to(wide)
     if norm is not None:
@@ -309,5 +323,5 @@ def packed_linear(
 
 
 def packed_argmax(x: Tensor, weight: Weight, limit: int, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-    """Computes `tile_argmax` with a packed head."""
+    """Returns `argmax` ids, int64 [R], for a packed or quantised head [V, K]."""
     return packed_linear(x, weight, norm=norm, out_dtype=torch.float32)[:, :limit].argmax(dim=-1)

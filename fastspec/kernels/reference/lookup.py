@@ -1,4 +1,7 @@
-"""Lookup of drafts: what followed a row's last tokens in the row, in its prediction, and in texts that rows share."""
+"""Torch definition of draft tokens by lookup: the tokens that followed an earlier occurrence of a row's last tokens.
+
+Occurrences are searched in the row itself, in its prediction, and in texts that rows share.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,29 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GAP = 8  # tokens after a difference within which a prediction is followed again
-ANCHOR = 3  # tokens before a difference that must match
-SURE = 4  # tokens that must match at another place than the expected one
-LOOKED_AT = 8  # occurrences of a match that are compared: the latest ones
+GAP = 8  # largest number of tokens in which an answer may differ from its prediction before both agree again
+ANCHOR = 3  # number of tokens before such a difference that must match
+SURE = 4  # number of tokens that must match at a place in the prediction far from the expected one
+LOOKED_AT = 8  # number of occurrences that are compared: the latest ones
 
 
 @dataclass(frozen=True, slots=True)
 class TextTable:
-    """Tokens of several texts, and a sorted table of the hashes of their sequences.
+    """Tokens of several texts, and a sorted index of the hashes of their n-grams.
 
-    A sequence of n tokens, for n in `rungs`, is found at the place after its last token. Its hash is the sum of
-    (token + 1) * factors[i] over its tokens, the last one first, plus (owner + 1) * factors[-2] + n * factors[-1].
+    The index has every n-gram for each n in `rungs`. An n-gram's hash is this sum, with i = 0 for its last token:
+
+        sum over its tokens of (token + 1) * factors[i]  +  (owner + 1) * factors[-2]  +  n * factors[-1]
 
     Attributes:
-        tokens: int64 [C].
-        texts: int64 [C], number of the text that a token belongs to; -1: none.
-        owners: int64 [C], owner of that text.
-        keys: int64 [C * len(rungs)], the hashes, ascending.
-        places: int64, like `keys`. Among equal hashes places ascend.
-        factors: int64 [rungs[-1] + 2].
+        tokens: int64 [C], the texts one after the other.
+        texts: int64 [C], number of the text that each token belongs to; -1: none.
+        owners: int64 [C], number of the owner of that text. A row finds only texts of the owner that it names.
+        keys: int64 [C * len(rungs)], hashes of the n-grams, ascending.
+        places: int64, like `keys`: index in `tokens` of the token after each n-gram. Ascending among equal hashes.
+        factors: int64 [rungs[-1] + 2], factors of the hash.
         lengths: int64 [len(rungs)]: `rungs` on the device.
-        rungs: ascending lengths of the sequences, each at least 1.
+        rungs: the indexed n, ascending, each at least 1.
     """
 
     tokens: Tensor
@@ -42,18 +46,18 @@ class TextTable:
     rungs: tuple[int, ...]
 
     def of_owner(self, owners: Tensor) -> Tensor:
-        """Returns what owners add to a hash."""
+        """Returns the term that each owner number (int64, any shape) adds to the hash of an n-gram."""
         return (owners + 1) * self.factors[-2]
 
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """A text for each row that its answer is likely to repeat.
+    """Predicted outputs: for each row a text that its answer is likely to repeat in large parts.
 
     Attributes:
-        tokens: int64 [B, R], R >= 1.
-        lengths: int64 [B], tokens of each prediction; 0: there is none.
-        prompt_lengths: int64 [B], tokens of each row's prompt.
+        tokens: int64 [B, R], tokens of the predictions, R >= 1.
+        lengths: int64 [B], number of tokens of each prediction. 0: the row has none.
+        prompt_lengths: int64 [B], number of tokens of each row's prompt.
     """
 
     tokens: Tensor
@@ -66,12 +70,12 @@ class LookUp:
     """Arguments of `Ops.look_up`.
 
     Attributes:
-        tokens: int64 [B, T]; the first `lengths` of a row are its tokens.
+        tokens: int64 [B, T], tokens of prompt and output. Only the first lengths[b] of row b are valid.
         lengths: int64 [B], at least 1.
-        min_n, max_n: smallest and largest number of tokens that must match.
-        prediction: predictions of the rows; None: there are none.
-        texts: tables to search, and int64 [B], the owner whose texts each row sees.
-        per_match: drafts at most for each token that matches; None: no limit.
+        min_n, max_n: smallest and largest number of last tokens that must match an earlier occurrence.
+        prediction: predicted outputs of the rows. None: there are none.
+        texts: tables of shared texts, each with int64 [B]: the owner whose texts each row may find.
+        per_match: largest number of draft tokens for each token that matches. None: no limit.
     """
 
     tokens: Tensor
@@ -84,17 +88,18 @@ class LookUp:
 
 
 def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
-    """Drafts k tokens for each row with a match, from the source with the strongest match.
+    """Proposes up to k draft tokens for each row, from the source with the strongest match.
 
-    The strength of a source is the number of tokens that match; for the prediction twice as many, and k more. Of
-    equally strong sources the first one wins, in the order prediction, row, texts.
+    Sources are the row's prediction, the row itself, and the tables of texts. The strength of a match is its number of
+    matching tokens n; in the prediction it is 2 n + k. If several are equally strong, the first source in this order is
+    taken.
 
     Args:
         call: the rows, and the texts to search.
-        k: drafts.
+        k: number of draft tokens.
 
     Returns:
-        (drafts int64 [B, k], counts int64 [B]: number of valid drafts of each row; 0 for no match).
+        Draft tokens int64 [B, k], and the number of valid ones in each row, int64 [B]; 0 without a match.
     """
     start, run = match_row(call.tokens, call.lengths, call.min_n, call.max_n)
     found = [(_copied(call.tokens, call.lengths, start, k), torch.full_like(run, k), run)]  # drafts, counts, strength
@@ -113,13 +118,13 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
 
 
 def match_row(tokens: Tensor, lengths: Tensor, min_n: int, max_n: int) -> tuple[Tensor, Tensor]:
-    """Finds the longest match of each row's last tokens in the row itself; of equally long ones the most recent.
+    """Finds the longest earlier occurrence of each row's last tokens in the row itself, the latest if equally long.
 
     Args:
         tokens, lengths, min_n, max_n: see `LookUp`.
 
     Returns:
-        (start int64 [B], run int64 [B]): the position after the match, and its tokens; 0 if there is none.
+        The position after the occurrence, int64 [B], and its number of tokens, int64 [B]. Both are 0 if there is none.
     """
     width = tokens.shape[1]
     place = torch.arange(width, device=tokens.device)
@@ -136,14 +141,21 @@ def match_row(tokens: Tensor, lengths: Tensor, min_n: int, max_n: int) -> tuple[
 
 
 def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
-    """Returns the k tokens of each row from `start` on. After the row's end the copy repeats its own tokens."""
+    """Returns the k tokens [B, k] of each row from position `start` [B] on.
+
+    If the row ends before, the copied tokens are repeated.
+    """
     period = (lengths - start).clamp_min(1)
     offsets = torch.arange(k, device=tokens.device) % period[:, None]
     return tokens.gather(1, start[:, None] + offsets)
 
 
 def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Drafts from `places` of the predictions on: (drafts, counts, strength)."""
+    """Proposes the tokens of each row's prediction from a place on. `places` is the result of `follow`.
+
+    Returns:
+        Draft tokens [B, k], the number of valid ones [B], and the strength of the match [B], see `look_up`.
+    """
     place, matched = places
     at = place[:, None] + torch.arange(k, device=place.device)
     drafts = prediction.tokens.gather(1, at.clamp(max=prediction.tokens.shape[1] - 1))
@@ -152,21 +164,23 @@ def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: 
 
 
 def follow(call: LookUp) -> tuple[Tensor, Tensor]:
-    """Finds the place in each row's prediction that its text has come to.
+    """Finds the place in each row's prediction at which its answer continues.
 
-    1. An anchor: the place before the last 1 to `GAP` tokens where the longest match of at least 3 tokens ends, or the
-       beginning in an answer of at most `GAP` tokens. The expected place is as many tokens behind the anchor as the row
-       has. Without an anchor the expected place is the number of tokens of the answer.
-    2. The longest match of the last tokens wins if it has at least 4 tokens, or at least min_n where there is no
-       anchor, or at least 1 within `GAP` places of what the anchor lets expect. The nearest to the expected place wins
-       among equally long ones, the first among equally near ones.
-    3. Without one the expected place of the anchor is taken.
+    1. The expected place. Without its last g tokens, g = 1 .. `GAP`, the answer may end with at least `ANCHOR` tokens
+       that occur in the prediction. The longest such match is the anchor, and the expected place is g tokens after it.
+       An answer of at most `GAP` tokens has the beginning of the prediction as an anchor. Without an anchor, the
+       expected place is the number of tokens of the answer.
+    2. The longest match of the answer's last tokens is taken. It needs `SURE` tokens, or min_n if that is more. Without
+       an anchor, min_n tokens are enough; with one, a single token within `GAP` places of the expected place. Of
+       equally long matches the nearest to the expected place is taken, then the first.
+    3. Without such a match, the expected place of an anchor is taken.
 
     Args:
         call: the rows and their predictions.
 
     Returns:
-        (place int64 [B] of the next token, matched int64 [B]: tokens that match there, at least 1; 0 for no place).
+        The index of the next token in the prediction, int64 [B], and the number of tokens that match before it,
+        int64 [B]: at least 1, or 0 if no place was found.
     """
     assert call.prediction is not None
     prediction, predicted = call.prediction.tokens, call.prediction.lengths
@@ -177,7 +191,7 @@ def follow(call: LookUp) -> tuple[Tensor, Tensor]:
     before = pad(prediction, (1, 0))[:, :room]
     inside = (place >= 1) & (place < predicted[:, None])
     run, runs = torch.zeros_like(prediction), []
-    for back in range(GAP + max_n, -1, -1):  # run[p]: tokens before p that equal the row's, without its last `back`
+    for back in range(GAP + max_n, -1, -1):  # run[p]: tokens before p that equal the row's end, less its last `back`
         at = lengths - 1 - back
         same = (before == tokens.gather(1, at.clamp_min(0)[:, None])) & inside & (at >= 0)[:, None]
         run = torch.where(same, pad(run, (1, 0))[:, :room] + 1, 0)
@@ -207,21 +221,22 @@ def follow(call: LookUp) -> tuple[Tensor, Tensor]:
 def look_up_text(
     table: TextTable, recent: Tensor, known: Tensor, owners: Tensor, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the latest occurrences of each row's last tokens, and drafts what follows most of them.
+    """Finds the latest occurrences of each row's last tokens in the texts, and proposes their most common continuation.
 
-    The longest rung with an occurrence is searched. Of its latest `LOOKED_AT` occurrences those with the longest
-    match count. The draft is the continuation that shares most tokens with those of the others. It ends before the
-    first token that fewer than a quarter of them share.
+    Of the indexed n, the largest one is used for which the row's last n tokens occur. Of the latest `LOOKED_AT`
+    occurrences, those count before which most tokens match. The draft is the continuation that shares most tokens with
+    the continuations of the others. It ends before the first token that fewer than a quarter of them share.
 
     Args:
         table: the texts.
-        recent: int64 [B, W], last tokens of each row, the last one first; W is the longest rung.
-        known: bool [B, W], False beyond a row's beginning.
-        owners: int64 [B], only texts of this owner are found.
-        k: drafts.
+        recent: int64 [B, W], last tokens of each row, the last one first; W is the largest indexed n.
+        known: bool [B, W], False where the row has no such token.
+        owners: int64 [B], the owner whose texts each row may find.
+        k: number of draft tokens.
 
     Returns:
-        (drafts int64 [B, k], counts int64 [B], matched int64 [B]: tokens that match, 0 for none).
+        Draft tokens int64 [B, k], the number of valid ones int64 [B], and the number of tokens that match before them,
+        int64 [B]; 0 for none.
     """
     capacity = len(table.tokens)
     found, matched = _occurrences(table, recent, known, owners)
@@ -243,7 +258,15 @@ def look_up_text(
 
 
 def _occurrences(table: TextTable, recent: Tensor, known: Tensor, owners: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (places int64 [B, M], tokens that match before each int64 [B, M]), the latest place first."""
+    """Finds the latest M = `LOOKED_AT` occurrences of each row's last tokens, the latest first.
+
+    Args:
+        table, recent, known, owners: see `look_up_text`.
+
+    Returns:
+        The index in `table.tokens` after each occurrence, int64 [B, M], and the number of tokens that match before it,
+        int64 [B, M]; 0 if there is no such occurrence.
+    """
     rungs, width = table.lengths, table.rungs[-1]
     hashed = ((recent + 1) * table.factors[:width]).cumsum(dim=1)[:, rungs - 1]
     key = hashed + table.of_owner(owners)[:, None] + rungs * table.factors[-1]

@@ -1,8 +1,8 @@
-"""Torch definition of a recurrent layer: a causal convolution, the gated delta rule, a gated norm.
+"""Torch definition of a linear attention layer: a causal convolution, the gated delta rule, a gated norm.
 
-Row invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row and
-the tokens before it. Sigmoid, silu and softplus are written with exp: on a CPU its bits do not depend on an element's
-place in the tensor.
+Batch invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row
+and the tokens before it. Sigmoid, silu and softplus are written with exp: on a CPU its bits do not depend on an
+element's place in the tensor.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class DeltaParts(Protocol):
 
     @property
     def conv(self) -> Tensor:
-        """Taps of the convolution."""
+        """Weights of the causal convolution."""
 
     @property
     def decay(self) -> Tensor:
-        """Logarithm of the decay of each value head."""
+        """Logarithm of the decay rate of each value head (A_log)."""
 
     @property
     def step(self) -> Tensor:
-        """Bias of the step of each value head."""
+        """Bias of the step size of each value head (dt_bias)."""
 
     @property
     def norm(self) -> Tensor:
@@ -39,13 +39,14 @@ class DeltaParts(Protocol):
 
 
 class KeptState(NamedTuple):
-    """Memory for the state after one token of a prompt. Later prompts with the same beginning start from it.
+    """Output memory for the recurrent state after one token of a prompt. Later prompts with this prefix start from it.
 
     Attributes:
-        at: int64 [1], positions before the state, a multiple of DELTA_CHUNK. Nothing is written if it is 0, or if
-            the pass does not reach it.
+        at: int64 [1], number of the prompt's tokens that the state has read, a multiple of DELTA_CHUNK. Nothing is
+            written if it is 0, or if the pass does not reach this token.
         state: fp32 [value_heads, value_dim, key_dim].
-        inputs: [width, channels]; the input of position p is at place p % width.
+        inputs: [width, channels], inputs of the convolution at the last positions. That of position p is at index
+            p % width.
     """
 
     at: Tensor
@@ -68,7 +69,7 @@ def delta_rule(
 
         q, k, v = silu(conv(q, k, v))                    over the newest `width` positions, for each channel
         q = q / |q| / sqrt(key_dim), k = k / |k|         for each head
-        S = exp(-exp(decay) softplus(a + step)) S        for each value head
+        S = exp(-exp(decay) softplus(a + step)) S        for each value head; S is its state
         S = S + sigmoid(b) (v - S k) k^T
         out = S q
 
@@ -76,17 +77,17 @@ def delta_rule(
     position before its first unmasked token. The state before position 0 is zero.
 
     Args:
-        product: [B, Q, rule.rows]: q, k, v, z, b and a.
+        product: [B, Q, rule.rows], result of the layer's input projection: q, k, v, z, b and a.
         layer: weights.
-        states: fp32 [rows, slots, value_heads, value_dim, key_dim], a ring buffer. The state after position p goes
-            to slot p % slots. With Q > slots only the state after a row's last token is written.
-        inputs: [rows, places, channels] with places = slots + width - 1, a ring buffer. The input of position p is
-            written to place p % places.
+        states: fp32 [rows, slots, value_heads, value_dim, key_dim], a ring buffer in each row. The state after position
+            p is written to slot p % slots. With Q > slots only the state after a row's last token is written.
+        inputs: [rows, places, channels] with places = slots + width - 1, a ring buffer of the convolution's inputs. The
+            input of position p is written to index p % places.
         state_rows: int64 [B], the row of `states` and `inputs` for each row of the batch; all different.
-        positions: int64 [B, Q].
+        positions: int64 [B, Q], position of each token.
         write_mask: bool [B, Q], False for masked tokens.
-        rule: sizes.
-        kept: with B = 1 and Q > slots, receives the state after one of the tokens.
+        rule: sizes of the layer.
+        kept: with B = 1 and Q > slots, receives the state after one of the tokens. None: no state is kept.
 
     Returns:
         [B, Q, rule.values] in product's dtype. States and sums are in fp32.
@@ -132,7 +133,16 @@ def delta_rule(
 
 
 def keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -> None:
-    """Writes the inputs x [Q, channels] of the last positions before `kept.at`, if the pass reaches it."""
+    """Writes the convolution's inputs at the last positions before `kept.at` to `kept.inputs`.
+
+    Nothing is written if no token of the pass is the last one before `kept.at`.
+
+    Args:
+        x: [Q, channels], inputs of the pass's tokens.
+        kept: memory to write to.
+        positions: int64 [Q], position of each token.
+        counts: bool [Q], False for masked tokens.
+    """
     reached = (counts & (positions + 1 == kept.at)).any()
     places = kept.inputs.shape[0]
     for place, line in enumerate(kept.inputs):
@@ -145,7 +155,7 @@ def keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -
 def causal_conv(
     x: Tensor, weight: Tensor, inputs: Tensor, state_rows: Tensor, positions: Tensor, write_mask: Tensor
 ) -> Tensor:
-    """Computes silu of a causal convolution of each channel over new tokens and the positions before them.
+    """Computes silu of a causal convolution of each channel, over new tokens and the positions before them.
 
         y_p = silu(sum over j < width of weight[j] x_(p - width + 1 + j)), with x = 0 before position 0
 
@@ -155,7 +165,7 @@ def causal_conv(
         inputs, state_rows, positions, write_mask: see `delta_rule`. x is written to `inputs`.
 
     Returns:
-        [B, Q, channels] in x's dtype. The sum is in fp32. It is rounded before silu, and the result again.
+        [B, Q, channels] in x's dtype. The sum is in fp32. It is rounded to x's dtype before silu, and so is the result.
     """
     return silu(convolve(x, weight, None, inputs, state_rows, positions, write_mask))
 
@@ -169,11 +179,11 @@ def convolve(
     positions: Tensor,
     write_mask: Tensor,
 ) -> Tensor:
-    """Computes the convolution of `causal_conv` before silu.
+    """Computes the sum that `causal_conv` applies silu to, [B, Q, channels] in x's dtype.
 
     Args:
         x, weight, inputs, state_rows, positions, write_mask: see `causal_conv`.
-        bias: [channels], added after the last product.
+        bias: [channels], added to the sum. None: no bias.
     """
     places, width, count = inputs.shape[1], weight.shape[-1], x.shape[1]
     taps, at = weight[:, 0].float(), torch.arange(count, device=x.device)
@@ -192,7 +202,13 @@ def convolve(
 def _store_inputs(
     inputs: Tensor, state_rows: Tensor, x: Tensor, positions: Tensor, write_mask: Tensor, first: Tensor
 ) -> None:
-    """Writes the newest inputs x [B, Q, channels] of each row to the ring. `first` is its first unmasked token."""
+    """Writes the newest inputs x [B, Q, channels] of each row to the ring buffer `inputs`.
+
+    Args:
+        inputs, state_rows, positions, write_mask: see `delta_rule`.
+        x: inputs of the pass's tokens.
+        first: int64 [B], index of each row's first unmasked token.
+    """
     places = inputs.shape[1]
     start = positions.gather(1, first[:, None])
     end = start + write_mask.sum(dim=1, keepdim=True)
@@ -203,11 +219,12 @@ def _store_inputs(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm(x) * silu(gate), with a norm over each head's elements.
+    """Computes rms_norm(x) * silu(gate), with a norm over each head's elements.
 
     Args:
         x, gate: [B, Q, heads * D], of one dtype.
-        weight: [D], of that dtype. The norm is rounded before it is multiplied by the weight, and so is their product.
+        weight: [D], of that dtype. x / sqrt(mean(x^2) + eps) is rounded to the dtype before it is multiplied by the
+            weight, and so is the product of both.
         eps: epsilon of the norm.
 
     Returns:
@@ -222,12 +239,12 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), both [B, Q, heads * D] of one dtype. The sigmoid is rounded to it before the product."""
+    """Computes x * sigmoid(gate), both [B, Q, heads * D] of one dtype, to which the sigmoid is rounded first."""
     return x * sigmoid(gate)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """1 / (1 + exp(-x)), computed in fp32."""
+    """Computes 1 / (1 + exp(-x)) in fp32. Shape and dtype of x."""
     if x.is_cuda:
         return torch.sigmoid(x)
     wide: Tensor = 1 / (1 + torch.exp(-x.float()))
@@ -235,23 +252,23 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + exp(-x)), computed in fp32."""
+    """Computes x / (1 + exp(-x)) in fp32. Shape and dtype of x."""
     wide = x.float()
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)); for x > 20 it is x."""
+    """Computes log(1 + exp(x)); for x > 20 the result is x."""
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
 def _unit(x: Tensor) -> Tensor:
-    """x / |x| over the last axis."""
+    """Computes x / |x| over the last axis, with L2_EPS added to the squared length."""
     return x * torch.rsqrt(sum_last(x * x)[..., None] + L2_EPS)
 
 
 def sum_last(x: Tensor) -> Tensor:
-    """Sum over the last axis, by halves. The order depends only on the length of that axis."""
+    """Computes the sum over the last axis as a binary tree, whose shape depends only on the length of that axis."""
     while (count := x.shape[-1]) > 1:
         half = (count + 1) // 2
         upper = x[..., half:] if 2 * half == count else F.pad(x[..., half:], (0, 1))
@@ -260,6 +277,6 @@ def sum_last(x: Tensor) -> Tensor:
 
 
 def store(ring: Tensor, rows: Tensor, slots: Tensor, new: Tensor, when: Tensor) -> None:
-    """Sets ring[rows, slots] = new for rows with `when` [B]."""
+    """Sets ring[rows[b], slots[b]] = new[b] for every b with when[b]. All indices and `when` are [B]."""
     shape = (-1, *([1] * (new.dim() - 1)))
     ring[rows, slots] = torch.where(when.view(shape), new.to(ring.dtype), ring[rows, slots])

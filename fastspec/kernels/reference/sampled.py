@@ -1,4 +1,4 @@
-"""Torch definition of the ops of steps that sample: the end of a step, and the draw of a draft."""
+"""Torch definition of the sampling ops: verification with commit, the target's processed logits, a draft's draw."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ class SampledRows(verify.CommitRows, Protocol):
 
     @property
     def seeds(self) -> Tensor:
-        """int64 [B]."""
+        """Seed of each row, int64 [B]."""
 
     @property
     def draft_probs(self) -> Tensor:
-        """[B, K, V]."""
+        """Distributions from which the draft tokens were drawn, [B, K, V]."""
 
     @property
     def output_counts(self) -> Tensor:
-        """int32 [B, V]."""
+        """Number of occurrences of each id in a row's output, int32 [B, V]."""
 
     @property
     def processed(self) -> Tensor:
-        """bool [B]."""
+        """True for rows whose log-probabilities are those of the processed logits, bool [B]."""
 
     @property
     def sampler(self) -> distribution.SamplerRows:
-        """Options of the distribution."""
+        """Temperature, top-k, top-p and min-p of each row."""
 
     @property
     def processors(self) -> processors.ProcessorRows:
@@ -52,27 +52,28 @@ def sampled_commit(
     draws: verify.Draws,
     record: Record | None = None,
 ) -> None:
-    """Ends a step that samples: judges drafts, flags invalid logits, commits, counts outputs, and publishes on request.
+    """Ends a step in which rows sample: verifies draft tokens, commits the accepted ones and one more, counts outputs.
 
     Args:
-        logits: fp32 [B, k+1, V] of the target.
-        rows: changed in place, as by `commit` and `processors.count`.
-        scratch: from `Ops.commit_scratch`. Torch needs none.
-        work: from `Ops.sampled_work`. Torch needs none.
-        publish_to: see `commit`.
-        rule: one of `fastspec.sampling.rules.MODES`.
-        deterministic: drafts were not drawn, so each has probability 1. Otherwise draft_probs has their distributions.
-        draws: uniform numbers and draws.
-        record: log-probabilities of the raw logits to record.
+        logits: fp32 [B, k+1, V], the target's logits.
+        rows: state of the rows, changed as by `commit` and `processors.count`.
+        scratch: scratch memory from `Ops.commit_scratch`. Torch needs none.
+        work: scratch memory from `Ops.sampled_work`. Torch needs none.
+        publish_to: `entries` and `counter` of `publish`. None: nothing is published.
+        rule: verification rule, one of `fastspec.sampling.rules.MODES`.
+        deterministic: True if draft tokens were not drawn, so that each has probability 1. False: `rows.draft_probs`
+            has the distributions from which they were drawn.
+        draws: source of random numbers.
+        record: log-probabilities of the raw logits to record. None: nothing is recorded.
     """
     k = logits.shape[1] - 1
     drafts, counts = rows.draft_tokens[:, :k], rows.draft_counts
     places = rows.lengths[:, None] + torch.arange(k + 1, device=logits.device)
     judged = processors.process(logits, rows.processors, rows.lengths, drafts)
     invalid = processors.invalid(judged)
-    # drafts after a place without a distribution cannot be judged, so they do not count
+    # drafts after a position with invalid logits cannot be verified, so they do not count
     counts = torch.minimum(counts, processors.first_invalid(invalid))
-    # a place without a distribution accepts nothing; greedy rows keep their pick
+    # at a position with invalid logits nothing is accepted; greedy rows keep their argmax
     undefined = invalid & (rows.sampler.temperature > 0)[:, None]
     p = distribution.compute_probs(judged, rows.sampler).masked_fill(undefined[:, :, None], torch.nan)
     if rule == COUPLED:
@@ -86,17 +87,18 @@ def sampled_commit(
 
 
 def processed_logits(logits: Tensor, rows: SampledRows, work: Any) -> Tensor:
-    """Returns the logits of the distributions from which rows sample, for their log-probabilities.
+    """Returns the logits from whose softmax rows sample, so that their log-probabilities can be recorded.
 
-    They are `distribution.sampled_logits` of `processors.process`. Rows whose `processed` is False keep their logits.
+    These are the logits after the logit processors, temperature, top-k, top-p and min-p. Rows whose `processed` is
+    False keep the raw logits.
 
     Args:
-        logits: fp32 [B, k+1, V] of the target, before the commit of the step.
-        rows: nothing is changed.
-        work: from `Ops.sampled_work`. Torch needs none.
+        logits: fp32 [B, k+1, V], the target's logits.
+        rows: state of the rows before the commit of the step. It is not changed.
+        work: scratch memory from `Ops.sampled_work`. Torch needs none.
 
     Returns:
-        fp32 [B, k+1, V]; places that are not emitted have no meaning.
+        fp32 [B, k+1, V]. Values at positions whose token is not emitted have no meaning.
     """
     drafts = rows.draft_tokens[:, : logits.shape[1] - 1]
     judged = processors.process(logits, rows.processors, rows.lengths, drafts)
@@ -113,16 +115,16 @@ def sampled_draw(
     keep_draft_probs: bool,
     draws: verify.Draws,
 ) -> None:
-    """Draws draft j of every row and writes it to draft_tokens[:, j].
+    """Draws draft token number j of every row, and writes it to `rows.draft_tokens[:, j]`.
 
     Args:
-        logits: fp32 [B, 1, V'] of the draft model, for the ids below V' <= V. Other ids have probability 0.
-        rows: changed in place.
-        j: number of the draft, which follows the row's first j drafts.
-        work: from `Ops.sampled_work`. Torch needs none.
-        purpose: key of the draw.
-        keep_draft_probs: writes the distribution to draft_probs[:, j], for the verification.
-        draws: draws.
+        logits: fp32 [B, 1, V'], the draft model's logits for ids below V' <= V. Other ids have probability 0.
+        rows: state of the rows, changed in place.
+        j: number of the draft token, from 0 on.
+        work: scratch memory from `Ops.sampled_work`. Torch needs none.
+        purpose: key of the random number: that of a draft, or that of the target (coupled verification).
+        keep_draft_probs: True to write the distribution to `rows.draft_probs[:, j]`, which verification reads.
+        draws: source of random numbers.
     """
     judged = processors.process(logits, rows.processors, rows.lengths, rows.draft_tokens[:, :j])
     probs = distribution.compute_probs(judged, rows.sampler)[:, 0].masked_fill(processors.invalid(judged), torch.nan)

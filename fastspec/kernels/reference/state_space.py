@@ -1,7 +1,7 @@
-"""Torch definitions of Mamba-2 and of the gated short convolution, in the form of `reference.recurrent`.
+"""Torch definitions of Mamba-2 and of the gated short convolution, with state buffers as in `reference.recurrent`.
 
-Row invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row and
-the tokens before it, in steps and in prompts.
+Batch invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row
+and the tokens before it, in decoding and in prefill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastspec.kernels.reference.recurrent import (
 )
 from fastspec.shapes import ConvRule, MambaRule
 
-_BLOCK = 8  # tokens whose states are held at a time, for the sums over them
+_BLOCK = 8  # number of tokens whose states are in memory at a time, for the products with C
 
 
 class StateParts(Protocol):
@@ -30,7 +30,7 @@ class StateParts(Protocol):
 
     @property
     def conv(self) -> Tensor:
-        """Taps of the convolution."""
+        """Weights of the causal convolution."""
 
     @property
     def conv_bias(self) -> Tensor | None:
@@ -38,15 +38,15 @@ class StateParts(Protocol):
 
     @property
     def decay(self) -> Tensor | None:
-        """Logarithm of the decay of each head."""
+        """Logarithm of the decay rate of each head (A_log)."""
 
     @property
     def step(self) -> Tensor | None:
-        """Bias of the step of each head."""
+        """Bias of the step size of each head (dt_bias)."""
 
     @property
     def skip(self) -> Tensor | None:
-        """Factor of x in the result of each head."""
+        """Factor of x in the result of each head (D)."""
 
 
 def short_conv(
@@ -60,14 +60,14 @@ def short_conv(
     rule: ConvRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes a gated short convolution (LFM2): c * conv(b * x), with the convolution of `convolve`.
+    """Computes a gated short convolution (LFM2): c * conv(b * x). conv is `recurrent.convolve`.
 
     Args:
-        product: [B, Q, rule.rows]: b, c and x.
+        product: [B, Q, rule.rows], result of the layer's input projection: b, c and x.
         layer: weights; conv and conv_bias are read.
-        states: not read; the layer has only the ring `inputs`, of b * x.
+        states: not read. The layer's only state is the ring buffer `inputs`, with values of b * x.
         inputs, state_rows, positions, write_mask, kept: see `delta_rule`.
-        rule: sizes.
+        rule: sizes of the layer.
 
     Returns:
         [B, Q, channels] in product's dtype. b * x and the convolution are rounded to it.
@@ -99,11 +99,12 @@ def mamba(
         out = S C + skip x
 
     Args:
-        product: [B, Q, rule.rows]: z, x, B, C and t. z is not read; see `mamba_norm`.
+        product: [B, Q, rule.rows], result of the layer's input projection: z, x, B, C and t. z, the gate, is not read;
+            see `mamba_norm`.
         layer: weights; the norm is not read.
         states: fp32 [rows, slots, heads, head_dim, state_dim], a ring buffer as in `delta_rule`.
-        inputs, state_rows, positions, write_mask, kept: see `delta_rule`. The ring has x, B and C.
-        rule: sizes.
+        inputs, state_rows, positions, write_mask, kept: see `delta_rule`. `inputs` has values of x, B and C.
+        rule: sizes of the layer.
 
     Returns:
         [B, Q, rule.values] in product's dtype. States and sums are in fp32.
@@ -147,15 +148,15 @@ def mamba(
 
 
 def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule) -> Tensor:
-    """Applies the gate, and the RMSNorm over the elements of each group, to the result of `mamba`.
+    """Applies the gate, and an RMSNorm over the elements of each group of heads, to the result of `mamba`.
 
-        "gate_first": norm(x * silu(gate));   "norm_first": norm(x) * silu(gate);   None: x * silu(gate)
+        rule.norm is "gate_first": norm(x * silu(gate));   "norm_first": norm(x) * silu(gate);   None: x * silu(gate)
 
     Args:
         x, gate: [B, Q, rule.values], of one dtype.
-        weight: [rule.values], of that dtype. None if the rule has no norm.
+        weight: [rule.values], of that dtype. None if there is no norm.
         eps: epsilon of the norm.
-        rule: sizes, and the order of norm and gate.
+        rule: sizes of the layer, and the order of norm and gate.
 
     Returns:
         Shape and dtype of x. Computed in fp32, rounded once.

@@ -1,6 +1,6 @@
-"""Torch definition of the ops of a step around the passes of models: the tokens of a pass, and the end of a step.
+"""Torch definition of a step's ops around forward passes: the input tokens of a pass, verification, commit, publishing.
 
-`fastspec.sampling.verify` defines the commit itself.
+`fastspec.sampling.verify` defines verification and commit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from fastspec.sampling import processors, verify
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A request to record log-probabilities at the end of a step.
+    """Options by which log-probabilities are recorded when a step is committed.
 
     Attributes:
-        top: number of most probable ids to record at each place, beside the emitted id.
-        work: from `Ops.record_work`. Torch needs none.
-        details: outbox that they are published to, see `publish`. None: they stay in the rows.
+        top: number of most probable ids to record for each token of the step, beside the token itself.
+        work: scratch memory from `Ops.record_work`. Torch needs none.
+        details: ring of results to which the log-probabilities are also published, see `publish`. None: they are only
+            stored in the state of the rows.
     """
 
     top: int
@@ -44,19 +45,20 @@ def feed_rows(
     draft_counts: Tensor | None = None,
     num_drafts: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Builds the tokens of a pass, at positions lengths + first .. lengths + first + queries - 1 of every row.
+    """Builds the input of a forward pass: tokens lengths + first .. lengths + first + queries - 1 of every row.
 
     Args:
-        tokens: int64 [B, T], read at positions below lengths.
-        lengths: int64 [B].
+        tokens: int64 [B, T], committed tokens, which are read at positions below lengths.
+        lengths: int64 [B], number of committed tokens.
         finish: int64 [B], 0 if the row is running.
-        draft_tokens: int64 [B, K]; draft j is at position lengths + j.
+        draft_tokens: int64 [B, K]. Draft token j has position lengths + j.
         first: first position, relative to lengths.
-        queries: tokens per row.
-        limit: K and V of positions from here on are not stored.
+        queries: number of tokens per row, Q.
+        limit: K and V at positions from `limit` on are not stored.
         vocab: ids outside 0..vocab-1 become 0.
-        draft_counts: int64 [B], given in the first pass of a draft, and written: the number of drafts, at most
-            num_drafts, whose predecessors all lie below limit. A row without drafts stores nothing.
+        draft_counts: int64 [B], given only in a draft model's first pass of a step. Receives the number of draft tokens
+            that the model may make: at most num_drafts, and each only if all positions before it are below limit. Rows
+            without draft tokens store no K and V.
         num_drafts: k.
 
     Returns:
@@ -75,25 +77,25 @@ def feed_rows(
 
 
 def embed(weight: Weight, ids: Tensor) -> Tensor:
-    """Looks up rows [..., H] of an embedding [V, H] at int64 ids [...]. Ids are clamped to the table."""
+    """Returns the rows [..., H] of an embedding table [V, H] at int64 ids [...]. Ids are clamped to the table."""
     return weight.embed(ids.clamp(0, weight.shape[0] - 1))
 
 
 def joined_norms(
     table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
 ) -> Tensor:
-    """Joins embeddings and hidden states, each normed by `norm`.
+    """Concatenates the RMSNorms of token embeddings and of hidden states: the input of a learned drafter's layer.
 
     Args:
-        table: [V, K], x's dtype.
+        table: embedding table [V, K], x's dtype.
         ids: int64 [B, Q], clamped to the table.
         x: [B, Q, K], hidden states.
-        norms: weights [K] for the embeddings and for x.
+        norms: weights [K] of the norm of embeddings and of the norm of x; see `norm`.
         eps: epsilon of both norms.
-        x_first: x comes before the embeddings.
+        x_first: True for [x | embeddings], False for [embeddings | x].
 
     Returns:
-        [B, Q, 2 K], embeddings first.
+        [B, Q, 2 K] in x's dtype.
     """
     parts = norm(embed(table, ids), norms[0], eps), norm(x, norms[1], eps)
     return torch.cat(parts[::-1] if x_first else parts, dim=-1)
@@ -106,14 +108,17 @@ def verify_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
-    """Ends a greedy step: `verify.greedy`, `processors.flag_invalid`, then `ended`.
+    """Ends a greedy step: accepts the draft tokens that equal the target's argmax, commits and publishes.
+
+    A row emits no token at or after a position with invalid logits (NaN or infinite).
 
     Args:
-        logits: fp32 [B, k+1, V], or the keys of its parts. With keys nothing is recorded.
-        rows: changed in place, as by `verify.commit`.
-        scratch: from `Ops.commit_scratch`. Torch needs none.
-        publish_to: see `commit`.
-        record: log-probabilities to record.
+        logits: fp32 [B, k+1, V], the target's logits. Or only the largest ones of each part of the vocabulary; then
+            nothing is recorded.
+        rows: state of the rows, changed as by `verify.commit`.
+        scratch: scratch memory from `Ops.commit_scratch`. Torch needs none.
+        publish_to: `entries` and `counter` of `publish`. None: nothing is published.
+        record: log-probabilities to record. None: none.
     """
     if isinstance(logits, PartKeys):
         picks = logits.picks()
@@ -132,9 +137,14 @@ def ended(
     publish_to: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Commits a step, and publishes its results if `publish_to` is given.
+    """Commits the verified tokens of a step. Records log-probabilities and publishes the results if asked to.
 
-    If `record` is given, log-probabilities of raw logits [B, k+1, V] are recorded and published as well.
+    Args:
+        accepted, block: see `commit`.
+        rows: state of the rows, changed as by `verify.commit`.
+        logits: fp32 [B, k+1, V], the target's raw logits. Not read without `record`.
+        publish_to: `entries` and `counter` of `publish`. None: nothing is published.
+        record: log-probabilities to record and to publish. None: none.
     """
     verify.commit(rows, accepted, block)
     if record is not None:
@@ -145,15 +155,15 @@ def ended(
 
 
 def record_logprobs(logits: Tensor, rows: verify.CommitRows, scratch: Any, record: Record) -> None:
-    """Stores the log-probabilities of `rows.block` under raw logits, and the largest ones at each place.
+    """Stores the log-probability of each token of `rows.block`, and the most probable ids at its position.
 
-    Places that are not emitted may get any values. Of equal logits the lowest id is first.
+    Tokens that are not emitted may get any values. Of equal logits the lowest id is first.
 
     Args:
         logits: fp32 [B, k+1, V].
-        rows: `logprobs`, `top_ids` and `top_logprobs` are written.
-        scratch: from `Ops.commit_scratch`. Torch needs none.
-        record: log-probabilities to store. Nothing is published.
+        rows: state of the rows, whose `logprobs`, `top_ids` and `top_logprobs` are written.
+        scratch: scratch memory from `Ops.commit_scratch`. Torch needs none.
+        record: number of most probable ids. Nothing is published.
     """
     places, top = logits.shape[1], record.top
     values, ids, tops = logprobs_of(logits, rows.block[:, :places], top)
@@ -164,10 +174,16 @@ def record_logprobs(logits: Tensor, rows: verify.CommitRows, scratch: Any, recor
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes the log-probabilities of tokens int64 [B, Q] under logits [B, Q, V], and of the `top` largest.
+    """Computes the log-probability of one token for each logits row, and those of the `top` most probable ids.
+
+    Args:
+        logits: fp32 [B, Q, V].
+        tokens: int64 [B, Q].
+        top: number of most probable ids.
 
     Returns:
-        fp32 [B, Q]; ids int64 [B, Q, top], of equal logits the lowest first; their log-probabilities [B, Q, top].
+        Log-probabilities of the tokens, fp32 [B, Q]; the most probable ids, int64 [B, Q, top], the lowest first if
+        equal; the log-probabilities of these ids, fp32 [B, Q, top].
     """
     logprobs = logits.log_softmax(dim=-1)
     values = logprobs.gather(2, tokens[:, :, None])[:, :, 0]
@@ -184,14 +200,14 @@ def commit(
     scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Ends a step with `verify.commit`, and with `publish` if `publish_to` is given.
+    """Commits the verified tokens of a step, and publishes the results if `publish_to` is given.
 
     Args:
-        accepted: int64 [B], accepted drafts.
-        block: int64 [B, k+1], accepted drafts and the token after them.
-        rows: changed in place, as by `verify.commit`.
-        scratch: from `Ops.commit_scratch`. Torch needs none.
-        publish_to: `entries` and `counter` of `publish`.
+        accepted: int64 [B], number of accepted draft tokens.
+        block: int64 [B, k+1], the accepted draft tokens and the token after them.
+        rows: state of the rows, changed as by `verify.commit`.
+        scratch: scratch memory from `Ops.commit_scratch`. Torch needs none.
+        publish_to: `entries` and `counter` of `publish`. None: nothing is published.
     """
     verify.commit(rows, accepted, block)
     if publish_to is not None:
@@ -201,16 +217,18 @@ def commit(
 def publish(
     entries: Tensor, counter: Tensor, rows: verify.CommitRows, *, drafting: bool, details: Tensor | None = None
 ) -> None:
-    """Counts a step in `counter`, and stores its results in slot counter % slots of a ring.
+    """Adds 1 to `counter`, and writes the results of a step to slot counter % slots of a ring, which the host reads.
 
     Args:
-        entries: int64 [slots, 1 + Bmax * (5 + K)]: the sequence number, then for each row emitted, accepted, drafts
-            that counted, finish, and the K+1 tokens of its block. Entries of rows beyond `rows` are not written.
+        entries: int64 [slots, 1 + Bmax * (5 + K)], the ring. A slot has the step's sequence number. Then, for each row,
+            it has the numbers of emitted tokens, of accepted and of valid draft tokens, the finish state, and the K+1
+            tokens of its block. Results beyond the B rows of `rows` are not written.
         counter: int64 [1], sequence number of the last step.
-        rows: the results.
-        drafting: True if this step had drafts. Otherwise the number of drafts is 0.
-        details: int32 [slots, Bmax, K+1, 1+2N]. At each place of the block: the bits of its log-probability, the N most
-            probable ids, and the bits of their log-probabilities.
+        rows: state of the rows after the commit.
+        drafting: True if this step had draft tokens. Otherwise their number is 0.
+        details: int32 [slots, Bmax, K+1, 1+2N], a ring of log-probabilities. For each token of the block it has the
+            bits of its log-probability, the N most probable ids, and the bits of their log-probabilities. None: there
+            are none.
     """
     counter.add_(1)
     slot = counter % entries.shape[0]
