@@ -1,21 +1,29 @@
-"""Computes bounds of a line's threshold, and collects the ids between them (candidates). A line is one scored position.
+"""Computes bounds of the threshold of top-k and top-p, and collects the ids between the bounds (candidates).
 
-Top-k, top-p and min-p keep the ids whose logits are at or above a threshold. The first launch of distribution.py stores
-the largest logit and the mass of each group of 32 ids. These alone give bounds:
+Top-k, top-p and min-p keep the ids whose logits are at or above a threshold, one for each logits row. The first launch
+of distribution.py stores two numbers for each group of 32 ids: the largest logit, and the mass, which is a sum of
+exponentials (logits.py). These alone give bounds of the threshold:
 
 - top-k: each group whose largest logit reaches t has an id that does. So if k groups reach t, t is at most the k-th
-  largest logit. The same holds for sets of four groups; for a small k these give as good a bound for a quarter of the
-  sums.
-- top-p: of a group whose largest logit reaches t, the ids below t have at most the group's mass without that logit, and
-  at most 31 exp(t). Any other group has all its mass below t. If these sum to less than top-p may remove, no id below t
-  is kept.
+  largest logit. The same holds for sets of four groups. For a small k, sets give as good a bound, with a quarter of the
+  additions.
+- top-p: in a group whose largest logit reaches t, the ids below t have at most the group's mass without that logit, and
+  at most 31 exp(t). In any other group, all mass is below t. If the total is less than the mass that top-p may remove,
+  no id below t is kept.
 
 If too many candidates remain, one id of each group serves as a sample of the distribution. For a flat distribution the
 bounds are 3.5 standard deviations of the sample apart. For one with a few likely ids they include as many of the
 likeliest ids as fit. Such bounds are guesses (GUESSED) and are checked afterwards.
 
-Sums have one order, over pieces that do not depend on the number of rows. So a line's record does not depend on the
-number of rows.
+Sums have one order, over pieces that do not depend on the number of logits rows. So the result for a logits row does
+not depend on the others.
+
+Arguments that most functions have:
+
+- `source`: (`Source`, index of the logits row in the launch, row of the batch, position), the arguments of `view_of`
+- `x`, `tops`: largest scaled logit of each group; `masses`, `weights`: mass of each group
+- `largest`: largest scaled logit of the logits row
+- `lower`, `upper`: bounds of the threshold as keys, int64. A key (`key_of`) is an integer that orders as the logit
 """
 
 from __future__ import annotations
@@ -43,14 +51,14 @@ from fastspec.kernels.sampling.logits import (
 )
 from fastspec.kernels.sampling.threshold import fixed
 
-# standard deviations of a sample's estimate: for one line in two thousand the guess is wrong
+# standard deviations of a sample's estimate: the guess is wrong for one logits row in two thousand
 DEVIATIONS = tl.constexpr(3.5)
 STRIDE = tl.constexpr(29)  # the sample of group g is its id 29 g mod 32
 REACH = tl.constexpr(16.0)  # the k-th largest of the groups' maxima is first searched in largest - REACH .. largest
 SET = tl.constexpr(4)  # groups that are merged to one, if FEW * k is at most the number of groups
 FEW = tl.constexpr(16)
-ROUNDED = tl.constexpr(1e-6)  # a mass that is larger than the rounding error of a sum of groups
-PIVOTS = tl.constexpr(8)  # values tried in a step; with more, their sums take longer than the saved steps
+ROUNDED = tl.constexpr(1e-6)  # upper limit of the rounding error of a sum of groups' masses, relative to the sum
+PIVOTS = tl.constexpr(8)  # number of values that a step of a search tries; with more, a step takes too long
 MAX_GROUPS = 4096  # larger vocabularies merge several groups to one, to save registers
 _GROUP = tl.constexpr(GROUP)
 
@@ -63,7 +71,11 @@ def filtered(top_k, top_p, min_p, vocab):
 
 @triton.jit
 def _narrowed(low, high, light):
-    """Narrows [low, high]: returns the last of evenly spaced pivots that is `light`, and the next pivot."""
+    """Narrows [low, high] in a search for the largest pivot that is `light`.
+
+    The pivots are evenly spaced in the interval. `light` [PIVOTS] is True for the first few. Returns the last pivot for
+    which it is True, or `low`, and the pivot after that, or `high`.
+    """
     step = (high - low) / (PIVOTS + 1)
     number = tl.sum(light.to(tl.int32), axis=0).to(tl.float32)
     return low + number * step, tl.minimum(low + (number + 1.0) * step, high)
@@ -77,9 +89,9 @@ def added(values):
 
 @triton.jit
 def largest_with(keys, weights, least):
-    """Returns the largest key t (int64) for which `weights` of keys [1, N] >= t sum to at least `least`.
+    """Returns the largest key t, int64, such that the weights of all keys >= t sum to at least `least`.
 
-    Returns the lowest key if there is none.
+    `keys` and `weights` are [1, N]. Returns KEY_LOWEST if there is no such key.
     """
     low = tl.zeros([], tl.int64) + KEY_LOWEST
     reached = added(weights)  # sum of weights of keys >= low
@@ -102,10 +114,15 @@ def largest_with(keys, weights, least):
 
 @triton.jit
 def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
-    """Returns a value t below which ids have a mass of at most `max_mass`, from groups with maxima x [1, N].
+    """Returns a logit t such that all ids below t have a total mass of at most `max_mass`.
 
-    `weights` are the groups' masses. `rest` is the same without the group's largest id: if that id reaches t, it is not
-    below t.
+    Args:
+        x, weights: largest logit and mass of each group, [1, N].
+        rest: mass of each group without its largest id. If that id reaches t, it is not below t.
+        groups: number of groups.
+        largest: largest logit.
+        max_mass: largest allowed mass.
+        WIDTH: number of ids of a group.
     """
     low = largest + tl.minimum(tl.log(max_mass / (groups * WIDTH)), 0.0)
     high = largest
@@ -119,7 +136,10 @@ def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
 
 @triton.jit
 def _quantile(x, weights, max_mass, low, high):
-    """Returns neighbours (below, above) of the largest t in [low, high] with a mass of x < t of at most `max_mass`."""
+    """Searches [low, high] for the largest t such that the weights of x < t sum to at most `max_mass`.
+
+    x and weights are [1, N]. Returns the ends (below, above) of a short interval that contains t.
+    """
     for _ in range(4):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
         below = tl.sum(tl.where(x < pivots[:, None], weights, 0.0), axis=1)
@@ -129,10 +149,10 @@ def _quantile(x, weights, max_mass, low, high):
 
 @triton.jit
 def _reached_by(tops, largest, least):
-    """Returns the key of a value t: at least `least` of the values tops [1, N] are >= t, and not many more.
+    """Returns the key, int64, of a value t such that at least `least` of the values tops [1, N] are >= t.
 
-    KEY_LOWEST if there is no such t. Pivots are evenly spaced values instead of keys. This suits the distribution of
-    logits: one to three steps are enough.
+    Not many more than `least` are. Returns KEY_LOWEST if there is no such t. Pivots are evenly spaced values, not keys.
+    This suits the distribution of logits: one to three steps are enough.
     """
     low, high = largest - REACH, largest
     reached = tl.zeros([], tl.int32)
@@ -157,7 +177,7 @@ def _reached_by(tops, largest, least):
 
 @triton.jit
 def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
-    """Returns a key that is at most that of the k-th largest logit, from the groups' maxima [1, GROUPS]."""
+    """Returns a lower bound of the key of the k-th largest logit, from the largest logits of groups, [1, GROUPS]."""
     if top_k * FEW <= GROUPS:
         sets = tl.max(tl.reshape(tops, [GROUPS // SET, SET]), axis=1)
         key = _reached_by(sets[None, :], largest, top_k)
@@ -170,9 +190,10 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
 def _guessed(
     source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
 ):
-    """Guesses (lower, upper, 1) from one id of each group.
+    """Returns (lower, upper, 1) with closer bounds, guessed from one id of each group as a sample.
 
-    If there are few enough ids between the given bounds, returns (lower, upper, 0) unchanged.
+    If there are few enough ids between the given bounds, returns them as (lower, upper, 0). `normaliser` is the total
+    mass, WIDTH the number of ids of a group, MAX_FOUND the number of candidates that can be stored.
     """
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
@@ -207,9 +228,10 @@ def _guessed(
 
 @triton.jit
 def _sampled_edge(x, largest, light, least, upper, WIDTH):
-    """Returns keys below and above the threshold of top-p, from a sample of logits x [1, N].
+    """Estimates the threshold of top-p from a sample of logits x [1, N]. Returns a key below it and a key above it.
 
-    Each stands for WIDTH ids.
+    Each element of the sample stands for WIDTH ids. `light` is the mass that top-p removes. The threshold is at least
+    the value `least`.
     """
     weights = tl.exp(x - largest) * WIDTH
     low, high = least, largest
@@ -234,7 +256,10 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 
 @triton.jit
 def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS):
-    """Returns (lower, upper, guessed). The threshold's key is in [lower, upper), unless `guessed` is wrong."""
+    """Returns (lower, upper, guessed): bounds of the threshold, after min-p, a sample and the given `lower` are used.
+
+    If `guessed` is 0, the threshold's key is in [lower, upper). If it is 1, this must be checked.
+    """
     limits_k = (top_k > 0) & (top_k < source[0].vocab)
     limits_p = top_p < 1.0
     floor = key_of(largest + tl.log(tl.maximum(min_p, 1e-37)) - 1e-3).to(tl.int64)
@@ -257,9 +282,10 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
 
 @triton.jit
 def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """Merges every EACH stored groups to (largest logit, mass relative to that), fp32 [1, GROUPS].
+    """Loads the stored groups of a logits row, and merges every EACH neighbouring ones to one.
 
-    Masses of a greedy line, or of one with top-k, are not stored: they may be any value.
+    Returns the largest logit of each merged group, and its mass relative to that logit, both fp32 [1, GROUPS]. Greedy
+    rows and rows with top-k store no masses; for these the masses may be any value.
     """
     group = tl.arange(0, GROUPS)[None, :] * EACH
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
@@ -289,10 +315,16 @@ def described(
     MAX_FOUND: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Describes a line from groups [1, GROUPS] of WIDTH ids.
+    """Classifies a logits row, and computes its normaliser and bounds of its threshold, from groups of WIDTH ids.
+
+    `tops` and `masses` are [1, GROUPS], of which the first `groups` are valid.
 
     Returns:
-        (kind, largest, normaliser, best, lower, upper, guessed).
+        kind: INVALID (NaN or infinite logits), GREEDY, KNOWN (no filter) or SEARCHED (the threshold is to be found).
+        largest: largest scaled logit.
+        normaliser: total mass; 1 with top-k, because only the mass of kept ids matters then.
+        best: id of the largest logit of a GREEDY row.
+        lower, upper, guessed: see `_bounded`.
     """
     vocab = source[0].vocab
     largest = tl.max(tl.max(tops, axis=1), axis=0)
@@ -334,12 +366,16 @@ def described(
 # --- candidates ---
 
 
-LISTED_PIECE = tl.constexpr(128)  # listed groups read at a time
+LISTED_PIECE = tl.constexpr(128)  # number of listed groups that are read at a time
 
 
 @triton.jit
 def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS):
-    """Counts and sums the ids above `upper` in a chunk, and stores the candidates in [lower, upper)."""
+    """Processes a chunk of CHUNK ids, from id `start` on, of a logits row that several CTAs share.
+
+    Ids with keys >= `upper` are counted, and their mass is added to the counters. Ids with keys in [lower, upper) are
+    stored as candidates, up to MAX_FOUND of them.
+    """
     index = start + tl.arange(0, CHUNK)
     x = scaled(view_of(*source), index, STOPS)
     keys = key_of(x)
@@ -363,7 +399,7 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
 
 @triton.jit
 def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MAX_FOUND, STOPS):
-    """Stores the candidates of this CTA's chunks. Returns True for the last CTA of the line to finish."""
+    """Calls `_note` for this CTA's chunks. Returns True in the CTA of the logits row that finishes last."""
     # disable_licm: values hoisted out of the loop would take registers
     for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
@@ -377,13 +413,13 @@ def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, uppe
 
 @triton.jit
 def read_off(counters_ptr, word):
-    """Loads a counter that several CTAs have incremented, past L1."""
+    """Loads counter number `word`, which several CTAs have incremented. The load bypasses L1."""
     return tl.load(counters_ptr + word, cache_modifier=".cg")
 
 
 @triton.jit
 def _places_of(near):
-    """Numbers the true elements of near int32 [ROWS, COLUMNS] in order. Returns (index of each, how many).
+    """Numbers the elements of near int32 [ROWS, COLUMNS] that are 1, row by row. Returns (their numbers, their count).
 
     Two short scans are faster than a long one over all threads of a CTA.
     """
@@ -394,9 +430,9 @@ def _places_of(near):
 
 @triton.jit
 def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl.constexpr, EACH: tl.constexpr):
-    """Counts the groups, up to SIZE * EACH, whose largest key reaches `lower`.
+    """Returns the number of groups whose largest logit has a key of at least `lower`, among up to SIZE * EACH groups.
 
-    If `lists`, stores the first `max_listed` of them in ascending order.
+    If `lists`, stores the numbers of the first `max_listed` of these groups in ascending order.
     """
     COLUMNS: tl.constexpr = min(_GROUP, SIZE)
     ROWS: tl.constexpr = SIZE // COLUMNS
@@ -417,7 +453,10 @@ def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl
 
 @triton.jit
 def gather(source, listed_ptr, found_ptr, number, lower, MAX_FOUND: tl.constexpr, STOPS: tl.constexpr):
-    """Stores the ids of all listed groups whose key is at least `lower`, in their order. Returns their number."""
+    """Stores the ids with keys of at least `lower` in the listed groups as candidates, in ascending order.
+
+    Returns the number of such ids. Only the first MAX_FOUND are stored. `number` is the number of listed groups.
+    """
     count = number * 0
     for start in tl.range(0, number, LISTED_PIECE, disable_licm=True):
         slot = start + tl.arange(0, LISTED_PIECE)

@@ -1,13 +1,13 @@
-"""Commits a step that samples, in one launch. Greedy steps use the same device code in greedy_commit.py.
+"""Commits the verified tokens of a step in one launch. The launches that also verify use the same device code.
 
-The definition is `fastspec.sampling.verify.commit`. A CTA commits one row. The last CTA publishes the step's entry
-(publish.py).
+The definition is `fastspec.sampling.verify.commit`. A CTA commits one row. The last CTA publishes the results of all
+rows (publish.py).
 
 | argument   | shape, dtype         | notes                                                                        |
 |------------|----------------------|------------------------------------------------------------------------------|
-| accepted   | [B] int64            |                                                                              |
-| block      | [B, k+1] int64       | rows may be views of a longer table                                          |
-| rows       | fields of B rows     | see `fastspec.state.DecodeState`; tables may be row slices of longer ones    |
+| accepted   | [B] int64            | number of accepted draft tokens                                              |
+| block      | [B, k+1] int64       | accepted draft tokens and one more; rows may be views of longer rows         |
+| rows       | state of B rows      | see `fastspec.state.DecodeState`; rows of tables may be views of longer rows |
 | scratch    | scratch_of(...)      | zero between launches: the last CTA that uses a counter clears it            |
 | publish_to | (entries, counter)   | see publish.py                                                               |
 """
@@ -41,7 +41,7 @@ _MIN_PLACES = 32  # so that one compiled kernel serves all usual k
 
 
 class StateRows(NamedTuple):
-    """Fields of `fastspec.state.DecodeState` that a commit reads and writes, and the stride of a row of tokens."""
+    """Kernel argument: fields of `fastspec.state.DecodeState` that a commit uses, and the row stride of `tokens`."""
 
     tokens: Any
     lengths: Any
@@ -57,7 +57,10 @@ class StateRows(NamedTuple):
 
 
 class RowSizes(NamedTuple):
-    """Integers of a commit. They vary between launches, so each is a separate parameter of kernels (`STATE_INTS`)."""
+    """Sizes and strides that `commit_row` reads. They vary between launches.
+
+    Each is a separate parameter of the kernels, because `do_not_specialize` (`STATE_INTS`) cannot name parts of tuples.
+    """
 
     tokens_width: Any
     stop_stride: Any
@@ -70,14 +73,20 @@ class RowSizes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Ring to which a step's entry is published. None: not published."""
+    """Kernel argument: the ring to which a step's results are published. Both None: they are not published."""
 
     entries: Any
     counter: Any
 
 
 class CommitBlocks(NamedTuple):
-    """Block shapes of a commit."""
+    """Constexprs of a commit: number of stop ids, and both block shapes, rounded up to powers of two.
+
+    Attributes:
+        PLACES: at least K + 1.
+        STOPS: at least NUM_STOPS.
+        NUM_STOPS: number of stop ids of a row.
+    """
 
     PLACES: int
     STOPS: int
@@ -103,9 +112,15 @@ def commit_row(
     TOP: tl.constexpr,
     BLOCKS: tl.constexpr,  # CommitBlocks
 ):
-    """Commits one row; see `verify.commit`. The last row to be committed publishes the step's entry.
+    """Commits the verified tokens of one row, as `verify.commit`, in one CTA. The CTA that does it last publishes.
 
-    If log-probabilities are recorded, those of the emitted tokens are stored first.
+    If log-probabilities are recorded, those of the emitted tokens are stored before.
+
+    Args:
+        row: index of the row.
+        accepted: number of accepted draft tokens; negative: nothing is emitted.
+        details_width: stride of the ring of log-probabilities.
+        TOP: number of most probable ids for which the state has memory.
 
     Returns:
         The number of emitted tokens.
@@ -241,7 +256,11 @@ def _commit_kernel(
 
 
 def scratch_of(batch: int, max_drafts: int, device: torch.device) -> Tensor:
-    """Allocates counters for up to `batch` rows: committed rows, finished CTAs per row, best key per place."""
+    """Allocates zeroed scratch memory of the commit kernels for up to `batch` rows.
+
+    It has one counter of committed rows, then one counter of finished CTAs for each row, then one integer for the
+    argmax of each scored position.
+    """
     return torch.zeros(1 + batch * (max_drafts + 2), dtype=torch.int64, device=device)
 
 
@@ -252,7 +271,9 @@ def commit(
     scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Computes `reference.commit`, but leaves the junk column of `rows.tokens` unchanged.
+    """Commits the verified tokens of a step, as `reference.commit`, in one launch.
+
+    Unlike the definition, it does not write to the last column of `rows.tokens`, which has no valid token.
 
     Raises:
         ValueError: a layout other than in the table above, or the scratch is too small.
@@ -281,7 +302,7 @@ def commit(
 
 
 def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -> None:
-    """Checks the arguments of the kernels.
+    """Checks the tensors of `rows` and the scratch memory that `commit_row` uses.
 
     Raises:
         ValueError: a layout that the kernels would misread, or a buffer that is too small.
@@ -294,7 +315,7 @@ def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -
 
 
 def state_of(rows: CommitRows) -> StateRows:
-    """Builds the kernels' argument from `rows`."""
+    """Builds the kernels' argument `state` from the state of the rows."""
     return StateRows(
         rows.tokens,
         rows.lengths,
@@ -311,7 +332,11 @@ def state_of(rows: CommitRows) -> StateRows:
 
 
 def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
-    """Returns tokens_width to entry_width, in the order of the kernels' parameters."""
+    """Returns the kernels' arguments tokens_width, stop_stride, block_stride, slots and entry_width, in this order.
+
+    Raises:
+        ValueError: the ring of `publish_to` does not fit `rows`.
+    """
     if publish_to is not None:
         check_ring(publish_to[0], rows)
     slots, width = (1, 1) if publish_to is None else publish_to[0].shape
@@ -319,7 +344,7 @@ def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tupl
 
 
 def blocks_of(rows: CommitRows) -> CommitBlocks:
-    """Returns the block shapes of a launch."""
+    """Returns the kernels' constexpr BLOCKS for the state of the rows."""
     stops = rows.stop_ids.shape[1]
     places = max(_MIN_PLACES, triton.next_power_of_2(rows.block.shape[1]))
     return CommitBlocks(places, triton.next_power_of_2(stops), stops)

@@ -1,24 +1,27 @@
-"""Distributions of a sampled step in two launches, without a sort: processors, temperature, top-k, top-p, min-p.
+"""Sampling distributions of a step in two launches, without a sort: processors, temperature, top-k, top-p, min-p.
 
-The definition is `distribution.compute_probs` of `processors.process`. A *line* is one scored position of one row.
+The definition is `distribution.compute_probs` of `processors.process`. A *line* is one logits row: the logits of one
+scored position of one row of the batch. The *mass* of an id is exp(x - largest logit), x its scaled logit; masses of
+several ids are added.
 
 1. `_groups_kernel` reads the logits once. It stores the largest logit and the mass of each group of 32 ids. A group's
-   mass is relative to its own largest logit, so CTAs share nothing. A CTA takes CHUNK ids of a row and goes through its
-   places, with the logits of STAGES - 1 places loaded ahead: its speed depends on the number of loads in flight. If
-   log-probabilities are recorded (logprobs.py), it reads the raw logits again, from L2.
+   mass is relative to its own largest logit, so CTAs share nothing. A CTA takes CHUNK ids of a row of the batch and
+   goes through its scored positions. It loads the logits of STAGES - 1 positions ahead, because its speed depends on
+   the number of loads in flight. If log-probabilities are recorded (logprobs.py), it reads the raw logits again, from
+   L2.
 2. `_distribution_kernel` computes bounds of each line's threshold (bounds.py). If few groups of ids reach the lower
-   bound, as usual with language models, one CTA reads these groups alone, in ascending order. Otherwise all CTAs of the
-   line share its chunks: they count ids and masses above the bounds and store the candidates between them. The last CTA
-   to finish finds the threshold among the candidates (threshold.py).
+   bound, as usual with language models, one CTA reads only these groups, in ascending order. Otherwise all CTAs of the
+   line share its chunks: they count the ids above the bounds, add their masses, and store the candidates between the
+   bounds. The last CTA to finish finds the threshold among the candidates (threshold.py).
 
-Fields of a line's record:
+The result is a record of int32 fields for each line:
 
 | field | meaning |
 |---|---|
-| MAX, NORMALISER, KEY, CUT | p(id) = exp(x - MAX) / NORMALISER where `kept` of logits.py holds, else 0 |
-| KIND | of a GREEDY line p is 1 on BEST; an INVALID line has no distribution |
-| P_DRAFT, Q_DRAFT | probabilities of this place's draft under the target's and the draft's distribution |
-| NUM_LISTED | number of ids in `found`; they include all that the distribution keeps. -1: unknown |
+| MAX, NORMALISER, KEY, CUT | p(id) = exp(x - MAX) / NORMALISER for the ids that `kept` of logits.py keeps, else 0 |
+| KIND | of a GREEDY line p is 1 on the id BEST; an INVALID line has no distribution |
+| P_DRAFT, Q_DRAFT | probabilities of the position's draft token under the target's and the draft's distribution |
+| NUM_LISTED | number of ids in `found`, which include all that the distribution keeps. -1: unknown |
 
 If NUM_LISTED is not negative, the order of the ids in `found` depends on the line alone.
 
@@ -83,19 +86,22 @@ from fastspec.kernels.sampling.threshold import PIECE, RANKED, fixed, normaliser
 
 
 CHUNK = 2048  # ids per CTA of the first launch
-STAGES = 3  # places in the pipeline of a CTA that has several
+STAGES = 3  # number of positions in the software pipeline of a CTA that processes several
 GROUPS_LAUNCH = {"num_warps": 4, "maxnreg": 80}  # six CTAs per SM: 96 KiB in flight
 _GROUP = tl.constexpr(GROUP)
 
 
 def piece_of(chunk: int) -> int:
-    """Returns the ids that a CTA processes at a time in a row with penalties, which need more registers."""
+    """Returns the number of ids that a CTA processes at a time in a row with penalties, which need more registers."""
     return max(GROUP, chunk // 4)
 
 
 @triton.jit
 def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
-    """Stores the largest scaled logit of every group of a chunk, and if `weighs` the group's mass."""
+    """Stores the largest scaled logit of every group of a chunk x [CHUNK], and if `weighs` the group's mass.
+
+    tops_ptr: fp32 [2, groups] of one logits row: largest logits, then masses (sums of exp(x - largest of the group)).
+    """
     x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
     tops = tl.max(x, axis=1)
     group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
@@ -108,7 +114,7 @@ def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
 
 @triton.jit
 def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.constexpr, STOPS: tl.constexpr):
-    """Sums up a chunk of a row with penalties in pieces, because penalties take registers."""
+    """Calls `_sum_up` for a chunk of a row with penalties in pieces of PIECE ids, because penalties need registers."""
     for piece in range(0, CHUNK // PIECE):
         which = tl.program_id(0) * (CHUNK // PIECE) + piece
         x = scaled(view, which * PIECE + tl.arange(0, PIECE), STOPS)
@@ -122,7 +128,7 @@ def _groups_kernel(
     recorded,  # RecordRows of logprobs.py
     places,
     first,
-    parts,  # number of CTAs among which the places of a chunk are split
+    parts,  # number of CTAs among which a row's positions are split
     top,
     state_places,  # K + 1
     CHUNK: tl.constexpr,
@@ -178,16 +184,16 @@ def _groups_kernel(
 # --- the second launch ---
 
 
-# a CTA runs its code once and waits for instruction fetches, so it has many threads with few instructions each
+# a CTA runs its code only once, so it waits for instruction fetches: it has many threads, each with few instructions
 LAUNCH = {"num_warps": 16}
-CROWDED = {"maxnreg": 64}  # with more than PROGRAMS lines two CTAs share an SM
-PROGRAMS = 132  # approximate number of CTAs per launch; more do not make a line faster
+CROWDED = {"maxnreg": 64}  # with more than PROGRAMS logits rows two CTAs share an SM
+PROGRAMS = 132  # approximate number of CTAs per launch; with more, a logits row does not become faster
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
 
 
 class Scratch(NamedTuple):
-    """Buffers of a `SampledWork`: tensors on the host, pointers in the kernel."""
+    """Kernel argument: the buffers of a `SampledWork`, which has their shapes."""
 
     counters: Any
     records: Any
@@ -197,13 +203,15 @@ class Scratch(NamedTuple):
 
 
 class LineDistribution(NamedTuple):
-    """Distribution of a line as scalars on the device; the module docstring has the formula.
+    """Sampling distribution of one logits row as scalars on the device; the module docstring has the formula.
 
     Attributes:
         kind: int32, one of SEARCHED, KNOWN, GREEDY and INVALID.
-        largest, normaliser: fp32, MAX and NORMALISER.
-        key, cut: int32, the lowest key that is kept, and the last id that is kept among ids with this key.
-        best: int32, the id of a GREEDY line.
+        largest: fp32, largest scaled logit.
+        normaliser: fp32, sum of exp(x - largest) over the kept ids.
+        key: int32, key (`key_of`) of the lowest logit that is kept.
+        cut: int32, the last id that is kept among ids with this key.
+        best: int32, the id with probability 1 if `kind` is GREEDY.
     """
 
     kind: Any
@@ -219,7 +227,7 @@ LINE_DISTRIBUTION = tl.constexpr(LineDistribution)
 
 @triton.jit
 def load_distribution(record_ptr):
-    """Loads the distribution of a line from its record."""
+    """Loads the `LineDistribution` of a logits row from its record."""
     return LINE_DISTRIBUTION(
         tl.load(record_ptr + KIND),
         tl.load(record_ptr + MAX).to(tl.float32, bitcast=True),
@@ -232,7 +240,7 @@ def load_distribution(record_ptr):
 
 @triton.jit
 def share(dist, x, index, min_p):
-    """Returns fp32 probabilities of ids with scaled logits x, for a line that is neither INVALID nor GREEDY."""
+    """Returns fp32 probabilities of ids `index` with scaled logits x, of a row that is neither INVALID nor GREEDY."""
     e = tl.exp(x - dist.largest)
     p = tl.div_rn(e, dist.normaliser + tl.zeros_like(e))
     return tl.where(kept(key_of(x), index, e, dist.key, dist.cut, min_p), p, 0.0)
@@ -240,7 +248,10 @@ def share(dist, x, index, min_p):
 
 @triton.jit
 def probabilities(dist, view, index, min_p, STOPS: tl.constexpr):
-    """Returns fp32 probabilities at ids index int32, for a line that is not INVALID."""
+    """Returns fp32 probabilities of ids `index` int32 under `dist`, the distribution of the logits row of `view`.
+
+    The row is not INVALID.
+    """
     p = (index == dist.best).to(tl.float32)
     if dist.kind != GREEDY:
         p = share(dist, scaled(view, index, STOPS), index, min_p)
@@ -268,7 +279,10 @@ def _find_threshold(
     PIECE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Returns (key, cut, fp32 normaliser) of a line, after all its candidates are stored."""
+    """Returns (key, cut, fp32 normaliser) of `LineDistribution`, after all candidates of the logits row are stored.
+
+    `normaliser` is the total mass; 1 with top-k. For the other arguments see bounds.py and `rank_candidates`.
+    """
     vocab = source[0].vocab
     top_k = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
     lower, upper = lower.to(tl.int32), upper.to(tl.int32)
@@ -279,7 +293,7 @@ def _find_threshold(
             *(guessed, top_k, top_p, min_p, vocab, MAX_FOUND, RANKED),
         )
     if sound == 0:
-        # `rank_candidates` did not decide, so a search of the candidates would not either: read the whole line
+        # the threshold is not among the candidates, so a search of these would not find it: read the whole logits row
         key, cut, mass = search(
             *(source, found_ptr, (count > MAX_FOUND) | (count <= RANKED), largest, normaliser, count, count_above),
             *(mass_above, kept_above, lower, upper, guessed, top_k, top_p, min_p, MAX_FOUND, PIECE, STOPS),
@@ -302,7 +316,10 @@ def _store_distribution(record_ptr, dist, upper, guessed, num_listed):
 
 @triton.jit
 def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
-    """Loads (logit, bias, probability under the draft's distribution) fp32 [16] of a draft int32 [16]. -1: no id."""
+    """Loads the logit, the logit bias and the draft model's probability of a draft token, each fp32 [16].
+
+    `draft` is int32 [16], all equal; -1 if there is no draft token. Without q_ptr the probability is 1.
+    """
     known = draft >= 0
     x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
     bias = tl.load(bias_ptr + draft, mask=known, other=0.0)
@@ -314,7 +331,7 @@ def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
 
 @triton.jit
 def _weigh_draft(source, draft, read, dist, record_ptr, min_p, STOPS: tl.constexpr):
-    """Stores P_DRAFT and Q_DRAFT from `read`, the result of `_draft_at`."""
+    """Stores the fields P_DRAFT and Q_DRAFT of a record. `read` is the result of `_draft_at`."""
     x = processed(view_of(*source), read[0] + read[1], draft, draft >= 0, STOPS)
     p = tl.max(share(dist, x, draft, min_p), axis=0)
     # NaN: every comparison with it is false, so a draft at an invalid line is never accepted
@@ -361,7 +378,7 @@ def _distribution_kernel(
     # each CTA of a line that may need several describes the line, with equal results
     shared = (temperature > 0) & filtered(top_k, top_p, min_p, vocab)
     if wanted & (shared | (tl.program_id(0) == 0)):
-        # each function builds its own view from this: a view that stays alive would take half of the registers
+        # each function calls `view_of` with these: a view that stays alive would take half of the registers
         at = source, line, row, place
         mine = tl.program_id(0) == 0
         # in a greedy row a draft is accepted if it equals the token of the target
@@ -423,7 +440,7 @@ def _distribution_kernel(
 
 
 def launch_of(lines: int) -> dict[str, int]:
-    """Returns launch options for `lines` lines. Those that change the order of sums do not depend on `lines`."""
+    """Returns launch options for `lines` logits rows. Those that change the order of sums do not depend on `lines`."""
     return LAUNCH | (CROWDED if lines > PROGRAMS else {})
 
 
@@ -438,19 +455,20 @@ def find_distributions(
     ragged: bool = False,
     record: Record | None = None,
 ) -> None:
-    """Computes the records of `work` for logits [B, R, V], in two launches.
-
-    The places are `first`, first + 1, .. of each row.
+    """Computes the sampling distributions of B * R logits rows in two launches, as the records of `work`.
 
     Args:
-        logits: fp32, of the ids 0..V-1; V may be less than the vocabulary of the state.
+        logits: fp32 [B, R, V], logits of ids 0..V-1; V may be less than the vocabulary of the state. Their positions
+            are lengths + first .. lengths + first + R - 1.
         rows: state of the rows.
-        work: work area with room for these lines.
-        first: the first place; place j comes after the row's first j drafts.
-        drafts: number of drafts. Places below it have a draft, whose probabilities are recorded.
-        draft_probs: [B, K, V], probabilities from which drafts were drawn; None: the proposer is deterministic.
-        ragged: True to skip places after a row's draft_counts.
+        work: scratch memory with room for these logits rows, which gets the records.
+        first: number of draft tokens before the first of these positions.
+        drafts: number of draft tokens to verify. Records of positions j < drafts also get the probabilities of draft
+            token j.
+        draft_probs: [B, K, V], distributions from which draft tokens were drawn. None: the proposer is deterministic.
+        ragged: True to skip positions after the last valid draft token of each row.
         record: log-probabilities of the raw logits to record. Those of the emitted tokens are recorded at the commit.
+            None: none.
     """
     batch, places, vocab = logits.shape
     source = sampled_parts.source_of(logits, rows, ragged=ragged)

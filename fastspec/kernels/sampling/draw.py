@@ -1,9 +1,9 @@
 """Draws a draft token from its distribution, and stores that distribution, in three launches.
 
 The definition is `reference.sampled_draw`. distribution.py computes the rows' distributions in two launches. In the
-third, a CTA takes CHUNK ids of a row. It stores their probabilities if the state needs them, and samples among them
-with the numbers of `distribution.PhiloxDraws`. An atomic maximum merges the winners. The last CTA of a row to finish
-stores its token. A row without a distribution (NaN or infinite logits, or all -inf) drafts id 0 with probability 1.
+third, a CTA takes CHUNK ids of a row. It stores their probabilities if verification needs them, and samples one of them
+with the random numbers of `distribution.PhiloxDraws`. An atomic maximum finds the best of all CTAs. The last CTA of a
+row to finish stores its token. A row with invalid logits (NaN or infinite, or all -inf) drafts id 0 with probability 1.
 Rows that do not run are unchanged.
 
 | argument    | shape, dtype     | notes                                                                   |
@@ -114,10 +114,14 @@ def sampled_draw(
     keep_draft_probs: bool,
     draws: Draws | None,
 ) -> None:
-    """Computes `reference.sampled_draw`. Random numbers come from the rows' seeds; `draws` is ignored.
+    """Draws draft token number j of every row, as `reference.sampled_draw`, in three launches.
+
+    Args:
+        logits, rows, j, work, purpose, keep_draft_probs: see `reference.sampled_draw`.
+        draws: not read. Random numbers come from the rows' seeds.
 
     Raises:
-        ValueError: a layout other than in the table above, or the work area is too small.
+        ValueError: a layout other than in the table above, or the scratch memory is too small.
     """
     check_source(logits, rows, work)
     batch, _, vocab = logits.shape

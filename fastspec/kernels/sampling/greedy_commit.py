@@ -1,15 +1,15 @@
-"""Verifies drafts of greedy rows and commits the step, in one launch.
+"""Verifies draft tokens of greedy rows and commits the step, in one launch.
 
-The definition is `fastspec.sampling.verify`: `greedy`, with invalid places handled as by
-`fastspec.sampling.processors.flag_invalid`, then `commit`. A CTA takes CHUNK logits of one place. It packs their
-largest and its lowest id into one integer that orders as (logit, -id). An atomic maximum merges it into the place's
-integer. That is exact, so neither the chunks nor the order of CTAs changes a bit. The last CTA of a row to finish
-commits that row (commit.py).
+The definition is `fastspec.sampling.verify`: `greedy`, with invalid logits handled as by
+`fastspec.sampling.processors.flag_invalid`, then `commit`. A CTA takes CHUNK logits of one scored position. It packs
+the largest of them and its lowest id into one integer that orders as (logit, -id). An atomic maximum merges the
+integers of the CTAs of a position. That is exact, so neither the chunks nor the order of CTAs changes a bit. The last
+CTA of a row to finish commits that row (commit.py).
 
-| argument | shape, dtype     | notes                                                |
-|----------|------------------|------------------------------------------------------|
-| logits   | [B, k+1, V] fp32 | V < 2^31; contiguous, or places at one common stride |
-|          | `PartKeys`       | instead of logits: the keys of 2, 4 or 8 parts of the vocabulary |
+| argument | shape, dtype     | notes                                                            |
+|----------|------------------|------------------------------------------------------------------|
+| logits   | [B, k+1, V] fp32 | V < 2^31; contiguous, or positions at one common stride          |
+|          | `PartKeys`       | instead: the largest logits of 2, 4 or 8 parts of the vocabulary |
 
 The other arguments are those of commit.py.
 """
@@ -43,20 +43,23 @@ from fastspec.kernels.sampling.commit import (
 from fastspec.kernels.sampling.logprobs import RECORD_INTS, check_record, record_line, record_rows
 from fastspec.sampling.verify import STOPPED, CommitRows
 
-# (smallest number of places in the batch, logits per CTA, warps). The arithmetic is exact, so this choice changes no
-# bits
+# (smallest number of scored positions in the batch, logits per CTA, warps). The arithmetic is exact, so this choice
+# changes no bits
 LAUNCH = ((48, 8192, 8), (0, 4096, 4))
 
 
 class Lines(NamedTuple):
-    """Logits, the drafts that they verify, and their sizes. A line is one scored position of one row."""
+    """Kernel argument: logits rows, the draft tokens that they verify, and their sizes.
+
+    A logits row, or line, belongs to one of the k + 1 scored positions of a row of the batch.
+    """
 
     logits: Any  # fp32 [B (k+1), V]; None if keys are given
     drafts: Any  # int64 [B, >= k]
     vocab: int
     logits_stride: int
     drafts_stride: int
-    # int64 [B (k+1), parts] of `reference.PartKeys`, instead of logits; CHUNK is then the number of parts
+    # int64 [B (k+1), parts], keys of `PartKeys` instead of logits; CHUNK is then the number of parts
     keys: Any = None
     width: int = 0  # number of ids in a part
 
@@ -68,9 +71,10 @@ def _larger(a, b):
 
 @triton.jit
 def _best_of(x, index):
-    """Packs the largest x fp32 and its index into int64 > 0, in torch.argmax's order: NaN first, then the lowest index.
+    """Packs the largest element of x fp32 and its index into one int64 > 0.
 
-    Comparing two such integers is comparing (x, -index), with -0 equal to 0.
+    As in torch.argmax, NaN is the largest, and the lowest index is taken if several elements are equal. Two results
+    compare as (element, -index), with -0 equal to 0.
     """
     top = tl.reduce(x, 0, _larger)
     if top == top:  # False if there is a NaN
@@ -141,7 +145,7 @@ def _verify_kernel(
         drafts = tl.load(given.drafts + row * given.drafts_stride + place, mask=place < num_drafts, other=-2)
         counted = place < tl.load(state.draft_counts + row)
         accepted = tl.min(tl.where((picks == drafts) & counted, PLACES, place), axis=0).to(tl.int64)
-        # a place whose largest logit is NaN or infinite is invalid
+        # a position whose largest logit is NaN or infinite is invalid
         level = (ranked >> 31) - 0x80000000
         lowest = -0x7F800001 if given.keys is not None else -0x7F800000  # of negative infinity
         invalid = in_block & ((level >= 0x7F800000) | (level <= lowest))
@@ -173,10 +177,12 @@ def verify_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
-    """Computes `reference.verify_commit`, but leaves the junk column of `rows.tokens` unchanged.
+    """Verifies the draft tokens of a greedy step and commits it, as `reference.verify_commit`, in one launch.
+
+    Unlike the definition, it does not write to the last column of `rows.tokens`, which has no valid token.
 
     Raises:
-        ValueError: a layout other than in the table above, or the scratch is too small.
+        ValueError: a layout other than in the table above, or the scratch memory is too small.
     """
     lines, chunk, warps = _lines_of(logits, rows.draft_tokens, recorded=record is not None)
     batch, places = rows.draft_counts.shape[0], (logits.keys if isinstance(logits, PartKeys) else logits).shape[1]
@@ -204,13 +210,13 @@ def verify_commit(
 
 
 def record_logprobs(logits: Tensor, rows: CommitRows, scratch: Any, record: Record) -> None:
-    """Computes `reference.record_logprobs`, with the bits that the end of a step records.
+    """Stores log-probabilities as `reference.record_logprobs`, with the bits that the commit of a step records.
 
-    The kernel of a greedy step reads the raw logits once more, over copies in which no row runs. It leaves the level
-    and the mass of each line in `record.work`.
+    It launches the kernel of a greedy step with copies of the state in which no row runs. The kernel leaves the largest
+    logit and the log-sum-exp of each logits row in `record.work`.
 
     Raises:
-        ValueError: a layout is not as above, or a work area is too small.
+        ValueError: a layout other than in the table above, or the scratch memory is too small.
     """
     batch, places = logits.shape[:2]
     idle: Any = replace(
@@ -225,7 +231,10 @@ def record_logprobs(logits: Tensor, rows: CommitRows, scratch: Any, record: Reco
 
 
 def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> tuple[Lines, int, int]:
-    """Returns the kernel's `Lines`, the logits (or keys) per CTA, and its warps."""
+    """Returns the kernel's argument `Lines`, the number of logits (or keys) per CTA, and the number of warps.
+
+    recorded: True if log-probabilities are recorded, which needs logits.
+    """
     if isinstance(logits, PartKeys):
         keys, parts = logits.keys, logits.keys.shape[-1]
         if recorded or keys.dtype != torch.int64 or not keys.is_contiguous() or parts & (parts - 1):
@@ -237,6 +246,7 @@ def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> t
     check_logits(logits)
     batch, places, vocab = logits.shape
     lines = logits.flatten(0, 1)  # a view if places have one stride, else a copy
-    # smaller chunks if log-probabilities are recorded: one CTA ranks a place, and more CTAs hide its latency
+    # smaller chunks if log-probabilities are recorded: one CTA ranks the ids of a position, and more CTAs hide its
+    # latency
     chunk, warps = next(entry[1:] for entry in LAUNCH if entry[0] <= (0 if recorded else batch * places))
     return Lines(lines, drafts, vocab, lines.stride(0), drafts.stride(0)), chunk, warps

@@ -1,8 +1,14 @@
-"""Device code and sizes shared by all kernels of a sampled step: scaled logits, their integer order, random numbers.
+"""Device code and sizes shared by all sampling kernels: scaled logits, their order as integers, random numbers.
 
-A *place* is one of the k + 1 positions that a step scores in a row. A *line* is one place of one row. Line r of a
-launch belongs to row r // places, and its place is first + r % places. A *group* is GROUP neighbouring ids of a line.
-The *mass* of ids is the sum of exp(x - largest) over their scaled logits x.
+Words in the sampling kernels:
+
+- *place*: number 0 .. k of a position that a step scores in a row. Place j comes after j draft tokens
+- *line*: one logits row, the logits of one place of one row of the batch. Line r of a launch belongs to row
+  r // places, and its place is first + r % places
+- *group*: GROUP neighbouring ids of a line
+- *scaled logit*: the logit after logit processors and temperature
+- *mass* of some ids: the sum of exp(x - largest) over their scaled logits x. largest is the largest x of the line
+- *key*: an int32 that orders as the fp32 logit does (`key_of`)
 
 A value that several kernels need is computed by one function here, so it has the same bits everywhere. Its roundings
 are those of torch: no fused multiply-add (`OPTIONS`), and divisions round to nearest.
@@ -21,19 +27,19 @@ from torch import Tensor
 from fastspec.kernels.common.checks import check_logits, told
 from fastspec.sampling import verify
 
-GROUP = 32  # neighbouring ids whose largest logit and mass are stored
-CHUNK = 4096  # ids per CTA
-PROGRAMS = 768  # number of CTAs of a launch that fill the device; with as many, places of a row are not split further
+GROUP = 32  # number of neighbouring ids whose largest logit and mass are stored
+CHUNK = 4096  # number of ids per CTA
+PROGRAMS = 768  # number of CTAs that fill the device; a launch with that many does not split a row's places further
 MAX_IDS = 2**19 - 1  # largest vocabulary: fixed-point masses stay below 2^63
-CANDIDATES = 8192  # ids near the threshold that can be stored for a line
-LISTED = 1024  # number of groups with candidates up to which one CTA processes them alone
+CANDIDATES = 8192  # largest number of ids near the threshold that are stored for a line
+LISTED = 1024  # one CTA processes up to this number of groups with candidates alone
 OPTIONS = {"enable_fp_fusion": False}
 
 RUNNING = tl.constexpr(verify.RUNNING)
-# int32 keys that compare as the fp32 values do
-KEY_LOWEST = tl.constexpr(-2139095041)  # -inf
-KEY_OPEN = tl.constexpr(2139095041)  # larger than the key of every value
-# fixed-point unit: the mass of an id is at most 1
+# keys, see `key_of`
+KEY_LOWEST = tl.constexpr(-2139095041)  # key of -inf
+KEY_OPEN = tl.constexpr(2139095041)  # larger than every key
+# masses as int64 fixed-point numbers are multiples of NO_UNIT; the mass of an id is at most 1
 UNIT = tl.constexpr(2.0**44)
 NO_UNIT = tl.constexpr(2.0**-44)
 
@@ -53,15 +59,16 @@ INTS = ["places", "first"]
 
 @dataclass(frozen=True, slots=True)
 class SampledWork:
-    """Work area of the kernels of a sampled step.
+    """Scratch memory of the sampling kernels, for up to `lines` logits rows of B rows of the batch.
 
     Attributes:
         counters: int64 [lines, COUNTERS], zero between steps.
-        arrivals: int64 [B], number of a row's finished CTAs; zero between steps.
-        records: int32 [lines, RECORD], the distribution of each line.
-        groups: fp32 [lines, 2, V / GROUP]: largest scaled logit of a group, and its mass relative to that.
-        found: int32 [lines, 2, CANDIDATES]: keys and ids near the threshold.
-        listed: int32 [lines, LISTED]: groups that hold such ids.
+        arrivals: int64 [B], number of CTAs of each row that have finished; zero between steps.
+        records: int32 [lines, RECORD], the sampling distribution of each logits row (distribution.py).
+        groups: fp32 [lines, 2, V / GROUP]. For each group of ids, its largest scaled logit x0, and the sum of
+            exp(x - x0).
+        found: int32 [lines, 2, CANDIDATES]: keys (`key_of`) of logits near the threshold, and their ids.
+        listed: int32 [lines, LISTED]: numbers of the groups that hold such ids.
     """
 
     counters: Tensor
@@ -73,7 +80,7 @@ class SampledWork:
 
 
 def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> SampledWork:
-    """Allocates the work area for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
+    """Allocates scratch memory of the sampling kernels for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
     lines = batch * (max_drafts + 1)
     return SampledWork(
         torch.zeros(lines, COUNTERS, dtype=torch.int64, device=device),
@@ -86,31 +93,31 @@ def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) 
 
 
 def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-    """Returns the bytes of `sampled_work`."""
+    """Returns the bytes of device memory that `sampled_work` allocates for the same arguments."""
     line = 8 * COUNTERS + 4 * RECORD + 8 * triton.cdiv(vocab, GROUP) + 8 * CANDIDATES + 4 * LISTED
     return int(batch * (max_drafts + 1) * line + 8 * batch)
 
 
 def parts_of(batch: int, places: int, programs: int) -> int:
-    """Returns the number of parts into which the places of a row are split. Each part has `programs` CTAs of its own.
+    """Returns the number of parts into which the `places` scored positions of each row are split.
 
-    More parts than fill the device would not help: a CTA that processes several places of a row finds their common data
-    in L1.
+    Each part has `programs` CTAs of its own, which process its positions one after the other. There are only as many
+    parts as fill the device, because a CTA with several positions of a row finds their common data in L1.
     """
     return min(places, int(triton.cdiv(PROGRAMS, batch * programs)))
 
 
 class Source(NamedTuple):
-    """Inputs of the kernels of a sampled step: logits of B rows, and everything that `processors.process` reads.
+    """Kernel argument: logits of B rows, and everything that logit processors and sampling options read.
 
     Tables are [B, ...] with a stride between rows; the other tensors are [B]. The sizes are constant for one model and
     one state, so Triton may compile for their alignment.
 
     Attributes:
-        logits: fp32 [B, R, V], places at `logits_stride`.
-        counts: int64 [B], number of valid drafts; None: every place of a row is needed.
+        logits: fp32 [B, R, V], R scored positions at `logits_stride`.
+        counts: int64 [B], number of valid draft tokens. None: all R positions of a row are needed.
         groups: number of groups of GROUP ids.
-        bias to finish: fields of `fastspec.state.DecodeState`.
+        bias to unbiased: fields of `fastspec.state.DecodeState` with these names.
     """
 
     logits: Any
@@ -142,11 +149,15 @@ class Source(NamedTuple):
     stop_stride: int
 
 
-SOURCE = Source._fields[1 : Source._fields.index("unbiased")]  # fields that must have B rows
+SOURCE = Source._fields[1 : Source._fields.index("unbiased")]  # fields of which `check_source` checks the layout
 
 
 class View(NamedTuple):
-    """Inputs of `scaled` for one line: pointers to its tables, and the values of its row."""
+    """Everything that `scaled` reads for one logits row, on the device.
+
+    It has pointers to the logits and to the tables of the row of the batch, and the values of the row's options.
+    `penalised` is True if the row has penalties, `early` if stop ids are not allowed at this position yet.
+    """
 
     logits: Any
     bias: Any
@@ -168,7 +179,10 @@ _View = tl.constexpr(View)
 
 
 def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
-    """Makes a `Source` for logits [B, R, V]. If not `ragged`, places after the valid drafts are processed, too."""
+    """Makes the kernel argument `Source` for logits [B, R, V] and the state of the rows.
+
+    ragged: True to skip positions after the last valid draft token of each row.
+    """
     does, sampler = rows.processors, rows.sampler
     vocab = logits.shape[2]
     return Source(
@@ -183,7 +197,7 @@ def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
 
 
 def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
-    """Checks the arguments of the kernels.
+    """Checks the logits, the state of the rows and the scratch memory of the sampling kernels.
 
     Raises:
         ValueError: a layout that the kernels would misread, or a buffer that is too small.
@@ -214,10 +228,10 @@ def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
 
 
 def check_draft_probs(probs: Tensor | None, vocab: int) -> None:
-    """Checks probabilities of drafts, [B, K, V] or [B, V].
+    """Checks the distributions from which draft tokens were drawn, [B, K, V] or [B, V].
 
     Raises:
-        ValueError: they have fewer ids than the logits, or are not contiguous over ids.
+        ValueError: they have fewer than `vocab` ids, or are not contiguous over ids.
     """
     if probs is not None and (probs.stride(-1) != 1 or probs.shape[-1] < vocab):
         raise ValueError(
@@ -227,26 +241,36 @@ def check_draft_probs(probs: Tensor | None, vocab: int) -> None:
 
 @triton.jit
 def key_of(x):
-    """Converts fp32 x to an int32 that compares as x does; x has no NaN and no -0."""
+    """Converts fp32 x, without NaN and -0, to its key: an int32 that compares as x does."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def value_of(key):
-    """Inverts `key_of`."""
+    """Inverts `key_of`: converts a key to its fp32 value."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def level_of(largest):
-    """Returns `largest`, or 0 if it is not finite. Masses are relative to it, so an infinity never gives NaN."""
+    """Returns the number that is subtracted from logits before exp: the largest logit, or 0 if that is not finite.
+
+    So an infinite logit never gives NaN.
+    """
     return tl.where((largest > -float("inf")) & (largest < float("inf")), largest, 0.0)
 
 
 @triton.jit
 def view_of(source, line, row, place):
-    """Loads the `View` of a line."""
+    """Loads the `View` of one logits row.
+
+    Args:
+        source: `Source`.
+        line: index of the logits row in the launch.
+        row: its row of the batch.
+        place: number of draft tokens before its position.
+    """
     row = row.to(tl.int64)
     repetition = tl.load(source.repetition + row)
     presence = tl.load(source.presence + row)
@@ -274,7 +298,10 @@ def view_of(source, line, row, place):
 
 @triton.jit
 def penalised_at(view, offset, early, place):
-    """Returns the view of another place of the same row, for a row with penalties."""
+    """Returns the `View` of another scored position of the same row of the batch, which has penalties.
+
+    `offset` is the distance between the logits of both, in elements. `early` and `place` are those of the new position.
+    """
     return _View(
         view.logits + offset,
         view.bias,
@@ -295,9 +322,9 @@ def penalised_at(view, offset, early, place):
 
 @triton.jit
 def scaled(view, index, NUM_STOPS: tl.constexpr):
-    """Computes `processors.process`, divided by the temperature, at ids `index` int32.
+    """Returns the scaled logits of ids `index` int32: after logit processors and temperature, in fp32.
 
-    A NaN becomes +inf; ids from V on get -inf.
+    A NaN becomes +inf. Ids outside 0..V-1 get -inf.
     """
     known = (index >= 0) & (index < view.vocab)
     x = tl.load(view.logits + index, mask=known, other=-float("inf"))
@@ -306,7 +333,7 @@ def scaled(view, index, NUM_STOPS: tl.constexpr):
 
 @triton.jit
 def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
-    """Computes `scaled` from logits x that have their biases."""
+    """Computes `scaled` from logits x of ids `index`, to which biases are already added. `known` masks valid ids."""
     prompt_ptr, output_ptr, drafts_ptr, place = view.in_prompt, view.output_counts, view.draft_tokens, view.place
     if view.penalised:
         repetition, presence, frequency = view.repetition, view.presence, view.frequency
@@ -323,7 +350,10 @@ def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
 
 @triton.jit
 def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.constexpr):
-    """Completes `scaled` for logits x with biases and penalties: stop ids, temperature, NaN."""
+    """Computes the last part of `scaled`, from logits x with biases and penalties: stop ids, temperature, NaN.
+
+    If `early`, the NUM_STOPS ids at `stop_ptr` get -inf. `known` masks valid ids.
+    """
     if early:
         for stop in range(0, NUM_STOPS):
             x = tl.where(index == tl.load(stop_ptr + stop).to(tl.int32), -float("inf"), x)
@@ -335,7 +365,7 @@ def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.conste
 
 @triton.jit
 def _unit(high, low):
-    """Converts uint32 words as `distribution._unit` does."""
+    """Converts 64 random bits, two uint32 words, to fp32 in (0, 1), as `distribution._unit`."""
     value = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
     return tl.minimum(value, 0.999999940395355224609375)
 
@@ -362,7 +392,10 @@ def _exponential(u):
 
 @triton.jit
 def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
-    """Computes `distribution.exponentials` fp32 [SIZE] of the ids start..start+SIZE-1; start and SIZE are even."""
+    """Returns the random Exponential(1) times, fp32 [SIZE], of ids start..start+SIZE-1, as `distribution.exponentials`.
+
+    They depend on seed, position, PURPOSE and id. `start` and SIZE are even.
+    """
     pair = start // 2 + tl.arange(0, SIZE // 2)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -373,7 +406,7 @@ def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
 
 @triton.jit
 def times_of(seed, position, PURPOSE: tl.constexpr, index):
-    """Computes `times` of the ids at index int32."""
+    """Returns the random times of `times` for the ids `index` int32."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zeros = tl.zeros_like(index).to(tl.uint32)
@@ -384,7 +417,10 @@ def times_of(seed, position, PURPOSE: tl.constexpr, index):
 
 @triton.jit
 def uniform(seed, position, PURPOSE: tl.constexpr):
-    """Computes `distribution.uniforms` at position int64 [N]."""
+    """Returns uniform random numbers in (0, 1), fp32 [N], keyed by seed, position int64 [N] and PURPOSE.
+
+    They are those of `distribution.uniforms`.
+    """
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zeros = tl.zeros_like(low)
@@ -394,7 +430,11 @@ def uniform(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def winner(weights, time, index):
-    """Packs the sampled id into an int64 that compares as (weight / time, -index). 0 if no weight is positive."""
+    """Samples an id from weights by exponential times: the id with the largest weight / time.
+
+    Returns an int64 that holds the id and compares as (weight / time, -id), so that an atomic maximum merges CTAs. 0 if
+    no weight is positive.
+    """
     speed = tl.where(weights > 0, weights / time, -1.0)
     best = tl.max(speed, axis=0)
     first = tl.min(tl.where(speed == best, index, 0x7FFFFFFF), axis=0)
@@ -404,15 +444,20 @@ def winner(weights, time, index):
 
 @triton.jit
 def winning_id(packed):
-    """Unpacks the id from an integer of `winner`."""
+    """Returns the id that a result of `winner` holds."""
     return 0x7FFFFFFF - ((packed - 1) & 0x7FFFFFFF)
 
 
 @triton.jit
 def kept(key, index, e, threshold, cut, min_p):
-    """Marks the ids that top-k, top-p and min-p keep.
+    """Returns True for the ids that top-k, top-p and min-p keep.
 
-    An id is kept if its key is above the threshold, or if it is equal and the id is at most `cut`. Its mass must also
-    be at least min_p of the largest mass.
+    An id is kept if its key (`key_of`) is above the threshold, or if it is equal and the id is at most `cut`. Its
+    probability must also be at least min_p times the largest one.
+
+    Args:
+        key, index: keys and ids.
+        e: exp(x - largest logit) of each id.
+        threshold, cut, min_p: see above.
     """
     return ((key > threshold) | ((key == threshold) & (index <= cut))) & (key > KEY_LOWEST) & (e >= min_p)

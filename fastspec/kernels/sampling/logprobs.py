@@ -1,11 +1,12 @@
-"""Log-probabilities of emitted tokens and of the likeliest ids, computed by the kernels that end a step.
+"""Log-probabilities of emitted tokens and of the most probable ids, computed by the kernels that end a step.
 
-The definition is `reference.step.record_logprobs`. A line is one scored position of one row.
+The definition is `reference.step.record_logprobs`. A line is one logits row: the logits of one scored position of one
+row of the batch.
 
-1. The first kernel that reads the logits is in greedy_commit.py or distribution.py. It stores the largest of every 64
-logits x, and their mass: the sum of exp(x - largest). 2. The last CTA of a line to finish sums these and ranks ids. The
-n largest logits are in the n groups with the largest
-   maxima. Among equals the lowest group, then the lowest id, comes first.
+1. The first kernel that reads the logits is in greedy_commit.py or distribution.py. For each group of 64 ids it stores
+   the largest logit, and the group's mass: the sum of exp(x - largest) over its logits x.
+2. The last CTA of a line to finish adds the masses and ranks ids. The n largest logits are in the n groups with the
+   largest maxima. Of equal logits the lowest id comes first.
 3. The CTA that commits a row reads the logits of its emitted tokens.
 
 Sums are in fixed point, so they do not depend on chunks, on the order of CTAs, or on how a reduction is compiled. A
@@ -16,10 +17,10 @@ line has the same bits in a greedy step and in one that samples.
 | logits   | [B, k+1, V] fp32            | V < 2^19                                                                  |
 | arrivals | [lines] int64               | zero between launches: the last CTA to finish clears it                   |
 | groups   | [lines, 2, >= V / 64] fp32  | largest logit of a group, and the group's mass relative to that           |
-| levels   | [lines, 2] fp32             | largest logit of a line, and the logarithm of its mass relative to that   |
-| others   | see publish.py              | logprobs are stored at emitted places                                     |
+| levels   | [lines, 2] fp32             | largest logit of a line, and log of the sum of exp(x - largest)           |
+| others   | see publish.py              | `logprobs` is stored for emitted tokens only                              |
 
-A line whose largest logit is NaN or infinite emits nothing; its recorded values have no meaning.
+At a position whose largest logit is NaN or infinite nothing is emitted; the values recorded there have no meaning.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from fastspec.kernels.sampling.logits import MAX_IDS, OPTIONS, key_of, level_of,
 from fastspec.kernels.sampling.publish import check_details, check_recorded
 from fastspec.sampling.verify import CommitRows
 
-GROUP = 64  # neighbouring ids whose largest logit and mass are stored
-PIECE = tl.constexpr(1024)  # number of groups that are summed at a time
-MAX_TOP = 32  # largest number of likeliest ids of a line, and so of groups to read
+GROUP = 64  # number of neighbouring ids whose largest logit and mass are stored
+PIECE = tl.constexpr(1024)  # number of groups whose masses are added at a time
+MAX_TOP = 32  # largest number of most probable ids of a logits row, and so of groups to read
 NUM_WARPS = 8  # for launches that record: ranking takes registers
 RECORD_INTS = ["top", "details_width"]  # for do_not_specialize: one compiled kernel serves all values
 NONE = tl.constexpr(-2147483648)  # key of padding, and of ids that are already ranked
-# unsigned fixed-point unit: the mass of 64 ids is at most 64
+# unsigned 32-bit fixed-point numbers are multiples of NO_ID_UNIT; the mass of 64 ids is at most 64
 ID_UNIT = tl.constexpr(2.0**25)
 NO_ID_UNIT = tl.constexpr(2.0**-25)
-# fixed-point unit: the mass of 2^19 ids is at most 2^19
+# int64 fixed-point numbers are multiples of NO_GROUP_UNIT; the mass of 2^19 ids is at most 2^19
 GROUP_UNIT = tl.constexpr(2.0**40)
 NO_GROUP_UNIT = tl.constexpr(2.0**-40)
 # not called _GROUP as in logits.py, because Triton's cache needs one value per name in a kernel
@@ -56,7 +57,7 @@ _MAX_TOP = tl.constexpr(MAX_TOP)
 
 @dataclass(frozen=True, slots=True)
 class RecordWork:
-    """Work area for recording log-probabilities; see the table above for shapes."""
+    """Scratch memory for recording log-probabilities; the table at the top of the file has shapes and meaning."""
 
     arrivals: Tensor
     groups: Tensor
@@ -64,7 +65,11 @@ class RecordWork:
 
 
 class RecordRows(NamedTuple):
-    """Tensors of `RecordWork`, and the outputs; all None if nothing is recorded."""
+    """Kernel argument: the tensors of `RecordWork`, and the outputs. All None if nothing is recorded.
+
+    Outputs are the fields `top_ids`, `top_logprobs` and `logprobs` of the rows' state, and the ring `details`
+    (publish.py).
+    """
 
     arrivals: Any = None
     groups: Any = None
@@ -76,7 +81,7 @@ class RecordRows(NamedTuple):
 
 
 def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> RecordWork:
-    """Allocates the work area for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
+    """Allocates scratch memory for recording, for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
     lines = batch * (max_drafts + 1)
     return RecordWork(
         torch.zeros(lines, dtype=torch.int64, device=device),
@@ -86,13 +91,16 @@ def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -
 
 
 def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
-    """Returns the bytes of `record_work`."""
+    """Returns the bytes of device memory that `record_work` allocates for the same arguments."""
     return int(batch * (max_drafts + 1) * (8 + 8 * triton.cdiv(vocab, GROUP) + 8))
 
 
 @triton.jit
 def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
-    """Stores the largest of every group of a chunk's logits x [CHUNK], and the group's mass."""
+    """Stores, for every group of 64 of the logits x [CHUNK], the largest one and the sum of exp(x - largest).
+
+    groups_ptr: fp32 [2, groups] of one logits row. `chunk` is the number of the chunk in it.
+    """
     x = tl.reshape(tl.where(x == x, x, float("inf")), [CHUNK // _WIDTH, _WIDTH])
     largest = tl.max(x, axis=1)
     weights = tl.exp(x - level_of(largest)[:, None])
@@ -104,7 +112,10 @@ def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
 
 @triton.jit
 def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
-    """Returns (level, logarithm of the mass relative to it) of a line. Processes SIZE groups at a time."""
+    """Returns (level, log of the sum of exp(x - level)) of the logits x of a row, from its stored groups.
+
+    `level` is the largest logit, or 0 if that is not finite. SIZE groups are processed at a time.
+    """
     largest = tl.full([SIZE], -float("inf"), tl.float32)
     for first in tl.range(0, groups, SIZE):
         group = first + tl.arange(0, SIZE)
@@ -122,7 +133,10 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
-    """Returns the `top` groups with the largest maxima, lowest first if equal: int32 [MAX_TOP], then `groups`."""
+    """Returns the numbers of the `top` groups with the largest logits, int32 [MAX_TOP]; the lowest first if equal.
+
+    Further elements are `groups`.
+    """
     group = tl.arange(0, GROUPS)
     rank = tl.arange(0, _MAX_TOP)
     largest = tl.load(groups_ptr + group, mask=group < groups, other=0.0, cache_modifier=".cg")
@@ -138,7 +152,10 @@ def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
 
 @triton.jit
 def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS):
-    """Stores the `top` largest logits of a line, in order, as ids and log-probabilities."""
+    """Stores the ids and log-probabilities of the `top` largest logits of a row, in descending order.
+
+    `level` and `log_mass` are the results of `_weigh`.
+    """
     group = _first_groups(groups_ptr, groups, top, GROUPS)
     index = tl.reshape(group[:, None] * _WIDTH + tl.arange(0, _WIDTH)[None, :], [_MAX_TOP * _WIDTH])
     x = tl.load(line_ptr + index, mask=index < vocab, other=0.0)
@@ -166,7 +183,10 @@ def record_line(
     GROUPS: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """Records one chunk of logits x of a line. The last CTA of the line sums and ranks all chunks."""
+    """Stores the groups of a chunk of logits x. The last CTA of the logits row adds the groups and ranks the ids.
+
+    `top` is the number of most probable ids to record, TOP that for which the state has memory.
+    """
     line, place = line.to(tl.int64), place.to(tl.int64) * TOP
     groups = tl.cdiv(vocab, _WIDTH)
     arrivals_ptr, groups_ptr = record.arrivals + line, record.groups + line * groups * 2
@@ -186,7 +206,10 @@ def record_line(
 
 @triton.jit
 def record_block(logits_ptr, logits_stride, levels_ptr, logprobs_ptr, row, block, place, emitted, num_drafts, places):
-    """Stores the log-probabilities of the first `emitted` tokens of a row's block [PLACES]."""
+    """Stores the log-probabilities of the first `emitted` tokens of a row's `block`, int64 [PLACES].
+
+    `place` [PLACES] are their numbers 0, 1, .. `levels_ptr` are `RecordWork.levels`. `places` is K + 1.
+    """
     line = row * (num_drafts + 1) + place
     known = place < emitted
     x = tl.load(logits_ptr + line * logits_stride + block, mask=known, other=0.0)
@@ -196,7 +219,7 @@ def record_block(logits_ptr, logits_stride, levels_ptr, logprobs_ptr, row, block
 
 
 def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
-    """Builds the kernels' argument."""
+    """Builds the kernels' argument `recorded`. All its fields are None if `record` is None."""
     if record is None:
         return RecordRows()
     work, found = record.work, (rows.top_ids, rows.top_logprobs, rows.logprobs)
@@ -204,19 +227,22 @@ def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
 
 
 def sizes_of(record: Record | None) -> tuple[int, int]:
-    """Returns top and details_width, in the order of the kernels' parameters."""
+    """Returns the kernels' arguments `top` (number of most probable ids) and `details_width` (stride of the ring)."""
     if record is None:
         return 0, 0
     return record.top, 0 if record.details is None else record.details.stride(0)
 
 
 def width_of(record: Record | None, rows: CommitRows) -> int:
-    """Returns TOP, the number of likeliest ids for which the state has memory. 0 if nothing is recorded."""
+    """Returns the constexpr TOP, the number of most probable ids for which the state has memory. 0 without `record`."""
     return 0 if record is None else rows.top_ids.shape[2]
 
 
 def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[str, Any]:
-    """Returns block shapes and options of a launch. Roundings are the same in all launches that record."""
+    """Returns constexprs and launch options of a kernel that records log-probabilities, or that does not (None).
+
+    With them, all kernels that record round in the same way.
+    """
     if record is None:
         return {"GROUPS": 0, "TOP": width_of(record, rows)}
     groups = max(16, triton.next_power_of_2(triton.cdiv(vocab, GROUP)))
@@ -224,7 +250,13 @@ def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[st
 
 
 def check_record(record: Record, rows: CommitRows, vocab: int, places: int) -> None:
-    """Checks the arguments of kernels that record.
+    """Checks `record` and the tensors of the state to which log-probabilities are recorded.
+
+    Args:
+        record: log-probabilities to record.
+        rows: state of the rows.
+        vocab: number of logits of a position.
+        places: k + 1.
 
     Raises:
         ValueError: a layout that the kernels would misread, or a buffer that is too small.

@@ -1,12 +1,13 @@
-"""Logits of the distributions from which rows sample, in three launches: what log-probabilities after options are of.
+"""Processed logits in three launches: after logit processors, temperature, top-k, top-p and min-p.
 
-The definition is `reference.processed_logits`. distribution.py finds the distribution of each line. Then a CTA takes
-CHUNK ids of a line. It stores their scaled logits, and -inf for ids that a filter removes. Lines of rows whose
-`processed` is False are copied. A line of the result depends on that line alone.
+Rows sample from their softmax, and may have their log-probabilities recorded. The definition is
+`reference.processed_logits`. distribution.py finds the distribution of each logits row. Then a CTA takes CHUNK ids of a
+logits row. It stores their scaled logits, and -inf for ids that top-k, top-p or min-p removes. Logits of rows whose
+`processed` is False are copied. Each logits row of the result depends only on the same one of the input.
 
 | argument | shape, dtype     | notes                                                       |
 |----------|------------------|-------------------------------------------------------------|
-| logits   | [B, k+1, V] fp32 | V < 2^19; contiguous, or places at one common stride        |
+| logits   | [B, k+1, V] fp32 | V < 2^19; contiguous, or positions at one common stride     |
 | work     | sampled_work     | counters are zero between launches                          |
 """
 
@@ -61,10 +62,10 @@ def _processed_kernel(
 
 
 def processed_logits(logits: Tensor, rows: SampledRows, work: Any) -> Tensor:
-    """Computes `reference.processed_logits`.
+    """Returns the logits [B, k+1, V] from whose softmax rows sample, as `reference.processed_logits`, by kernels.
 
     Raises:
-        ValueError: a layout other than in the table above, or the work area is too small.
+        ValueError: a layout other than in the table above, or the scratch memory is too small.
     """
     check_source(logits, rows, work)
     batch, places, vocab = logits.shape

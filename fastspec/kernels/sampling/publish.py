@@ -1,9 +1,10 @@
-"""Publishes a step's results in a ring that the host polls. No copy, no synchronisation; the same in a CUDA graph.
+"""Publishes a step's results to a ring that the host polls, without a copy or a synchronisation.
 
-`entries` is a ring of int64 [slots, 1 + Bmax * (5 + K)]. On CUDA it is in pinned host memory, which the kernel writes
-directly. Launch n (from 1, counted in `counter` int64 [1] on the device) fills slot n % slots:
+`entries` is a ring of int64 [slots, 1 + Bmax * (5 + K)]. On CUDA it is in pinned host memory, to which the kernel
+writes directly, also in a CUDA graph. Launch n (from 1, counted in `counter` int64 [1] on the device) fills slot
+n % slots with one entry:
 
-    n, then for each row b: emitted, accepted, valid drafts, finish, block[0..K]
+    n, then for each row b: number of emitted tokens, of accepted drafts, of valid drafts, finish state, block[0..K]
 
 The sequence number n is stored last, after a fence at system scope. A host that reads n there sees the whole entry.
 
@@ -12,8 +13,10 @@ The sequence number n is stored last, after a fence at system scope. A host that
 | entries, counter                        | above                           | rows from B on are unchanged         |
 | emitted, accepted, draft_counts, finish | [B] int64                       | fields of `rows`                     |
 | block                                   | [B, K+1] int64                  | field of `rows`                      |
-| details                                 | [slots, Bmax, K+1, 1+2N] int32  | optional: log-probability, N ids,    |
-|                                         |                                 | N log-probabilities, as bits of fp32 |
+| details                                 | [slots, Bmax, K+1, 1+2N] int32  | or None. For each token of the block |
+|                                         |                                 | its log-probability, the N most      |
+|                                         |                                 | probable ids, and their N            |
+|                                         |                                 | log-probabilities, as bits of fp32   |
 | logprobs, top_ids, top_logprobs         | [B, K+1] fp32, then [B, K+1, N] | fields of `rows`, contiguous         |
 """
 
@@ -37,11 +40,11 @@ DETAILS_BLOCK = 2048
 
 
 class Details(NamedTuple):
-    """Log-probabilities to publish: tensors on the host, pointers in the kernel; all None if none are published.
+    """Kernel argument: log-probabilities to publish. All None if none are published.
 
     Attributes:
         ring: int32 [slots, Bmax, K+1, 1+2N], output.
-        logprobs, top_ids, top_logprobs: fields of the rows, see the table above.
+        logprobs, top_ids, top_logprobs: fields of the rows' state, see the table at the top of the file.
     """
 
     ring: Any
@@ -66,9 +69,10 @@ def store_entry(
     places,  # K + 1
     drafting,
 ):
-    """Stores entry `sequence` without its number, in the order of its elements: scattered stores reach the host slowly.
+    """Stores the results of all rows to the ring entry of step `sequence`, without its sequence number.
 
-    Only one CTA may call it. Its loads bypass L1, because other CTAs may have stored the values in this launch.
+    Elements are stored in the order of their addresses, because scattered stores reach the host's memory slowly. Only
+    one CTA may call it. Its loads bypass L1, because other CTAs may have stored the values in this launch.
     """
     entry_ptr = entries_ptr + sequence % slots * entry_width + 1
     for first in range(0, batch * (4 + places), WORDS):
@@ -87,7 +91,10 @@ def store_entry(
 
 @triton.jit
 def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
-    """Stores the sequence number of an entry, after this CTA has stored its other elements. Increments the counter."""
+    """Stores the sequence number of a ring entry, which tells the host that the entry is complete. Sets the counter.
+
+    The CTA that calls it has stored all other elements of the entry.
+    """
     # the barrier makes all threads' stores visible to one thread. The fence at system scope comes from an
     # atomic on the counter, because few machines support atomics on host memory
     tl.debug_barrier()
@@ -105,7 +112,10 @@ def store_details(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stores `total` elements: the bits of the log-probabilities of all places. Only one CTA may call it."""
+    """Stores the log-probabilities and most probable ids of all tokens to a slot of the ring, `total` int32 elements.
+
+    TOP is N, the number of most probable ids. Only one CTA may call it.
+    """
     width: tl.constexpr = 1 + 2 * TOP
     for first in range(0, total, BLOCK):
         word = first + tl.arange(0, BLOCK)
@@ -171,7 +181,7 @@ def _publish_kernel(
 def publish(
     entries: Tensor, counter: Tensor, rows: CommitRows, *, drafting: bool, details: Tensor | None = None
 ) -> None:
-    """Computes `reference.publish`.
+    """Publishes the results of a step to the ring `entries`, as `reference.publish`, in one launch of one CTA.
 
     Raises:
         ValueError: the ring does not fit the rows, or a layout other than in the table above.
@@ -207,10 +217,10 @@ def publish(
 
 
 def check_ring(entries: Tensor, rows: CommitRows) -> None:
-    """Checks the ring of entries.
+    """Checks the ring of results.
 
     Raises:
-        ValueError: an entry of `rows` does not fit, or the device cannot write to it.
+        ValueError: an entry has no room for the results of `rows`, or the device cannot write to the ring.
     """
     batch, places = rows.block.shape
     width, words = 4 + places, entries.shape[1]
@@ -223,7 +233,7 @@ def check_ring(entries: Tensor, rows: CommitRows) -> None:
 
 
 def check_recorded(rows: CommitRows) -> None:
-    """Checks the log-probabilities of `rows`.
+    """Checks the tensors of log-probabilities in the state of the rows.
 
     Raises:
         ValueError: a shape, dtype or layout that the kernel would misread.

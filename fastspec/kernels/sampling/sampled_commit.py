@@ -1,28 +1,32 @@
-"""Verifies drafts of sampled rows and commits the step, in three launches.
+"""Verifies draft tokens of sampled rows and commits the step, in three launches.
 
 The definition is `fastspec.sampling.verify`: `rejection` (Leviathan et al. 2022, Chen et al. 2023), `block` (Sun et al.
-2024) or `coupled`, with p = `distribution.compute_probs` of `processors.process`. Invalid places are handled as by
+2024) or `coupled`, with p = `distribution.compute_probs` of `processors.process`. Invalid logits are handled as by
 `processors.flag_invalid`. Then come `verify.commit` and `processors.count`. A greedy row's distribution is 1 on its
 argmax. So it accepts drafts that equal it, under every rule.
 
-    launch 1, 2   distribution.py fills a record per line (one scored position of one row)
-    launch 3      each CTA reads the records of its row, and finds the places where the row may end (`span`)
-                  it samples among its ids at these places, under p and under max(c p - q, 0), and sums the latter
-                  the last CTA of a row accepts drafts and commits the row (commit.py)
+A *place* is the number 0 .. k of a scored position: place j comes after j draft tokens. A row *ends* at the place where
+the token after its accepted drafts is sampled. p is the target's distribution and q the draft's. c is the factor of
+block verification (`verify.block`); under other rules it is 1. The residual is max(c p - q, 0).
 
-| rule      | places where a row may end, given its records and uniform numbers                             |
-|-----------|-----------------------------------------------------------------------------------------------|
-| rejection | one                                                                                           |
-| block     | the place after all drafts, if the last draft's number is below its probability; else all before |
-| coupled   | all                                                                                           |
+    launch 1, 2   distribution.py fills a record for each place of each row
+    launch 3      each CTA reads the records of its row, and finds the places where the row may end (`span`)
+                  it samples among its ids at these places, under p and under the residual, and sums the residual
+                  the last CTA of a row decides how many drafts are accepted, and commits the row (commit.py)
+
+| rule      | places where a row may end, given its records and uniform random numbers                       |
+|-----------|------------------------------------------------------------------------------------------------|
+| rejection | one                                                                                            |
+| block     | the place after all drafts, if the uniform number of the last draft is below c; else all before |
+| coupled   | all                                                                                            |
 
 Samples are merged by an atomic maximum, and sums are fixed point. So neither the split into chunks nor the order of
-CTAs changes a bit. If all these places have few ids (NUM_LISTED), each place uses one CTA. A row that samples nothing
-uses one CTA. Random numbers are those of `distribution.PhiloxDraws`.
+CTAs changes a bit. If all these places have few ids (NUM_LISTED), one CTA processes each place. For a row that samples
+nothing, one CTA does everything. Random numbers are those of `distribution.PhiloxDraws`.
 
 | argument    | shape, dtype     | notes                                                                        |
 |-------------|------------------|------------------------------------------------------------------------------|
-| logits      | [B, k+1, V] fp32 | V < 2^19; contiguous, or places at one common stride                         |
+| logits      | [B, k+1, V] fp32 | V < 2^19; contiguous, or positions at one common stride                      |
 | draft_probs | [B, K, V] fp32   | buffer of the state; not read if drafts are deterministic                    |
 | scratch     | see commit.py    |                                                                              |
 | work        | sampled_work     | counters are zero between launches: the last CTA that uses them clears them  |
@@ -86,12 +90,12 @@ from fastspec.sampling.verify import Draws
 RULES = {REJECTION: 0, BLOCK: 1, COUPLED: 2}
 BY_REJECTION, BY_BLOCK, BY_COUPLING = map(tl.constexpr, RULES.values())
 ACCEPT, TARGET = tl.constexpr(distribution.ACCEPT), tl.constexpr(distribution.TARGET)
-# fixed-point unit: the residual sums to at most 1
+# sums of the residual are int64 multiples of NO_SHARE; the residual sums to at most 1
 SHARE = tl.constexpr(2.0**60)
 NO_SHARE = tl.constexpr(2.0**-60)
 AT_ONCE = tl.constexpr(4)  # number of places whose sums are computed together
 TINY = tl.constexpr(1.1754943508222875e-38)
-NO_RANK = tl.constexpr(-2147483648)
+NO_RANK = tl.constexpr(-2147483648)  # rank (`_entry`) of an id without probability
 _GROUP = tl.constexpr(GROUP)
 _RECORD = tl.constexpr(RECORD)
 _COUNTERS = tl.constexpr(COUNTERS)
@@ -99,13 +103,16 @@ _COUNTERS = tl.constexpr(COUNTERS)
 
 @triton.jit
 def at_place(values, place, index):
-    """Returns the element of values [PLACES] at one place."""
+    """Returns values[index] of values [PLACES]. `place` is arange(PLACES)."""
     return tl.sum(tl.where(place == index, values, 0.0), axis=0)
 
 
 @triton.jit
 def reported(record_ptr, place, num_places):
-    """Loads (P_DRAFT, Q_DRAFT, NUM_LISTED, KIND) [PLACES] of a row's lines. Undefined if they were not recorded."""
+    """Loads the fields P_DRAFT, Q_DRAFT, NUM_LISTED and KIND of a row's records, each [PLACES].
+
+    Fields that were not stored (distribution.py) have undefined values.
+    """
     record_ptr += place * _RECORD
     known = place < num_places
     p = tl.load(record_ptr + P_DRAFT, mask=known, other=0).to(tl.float32, bitcast=True)
@@ -116,9 +123,11 @@ def reported(record_ptr, place, num_places):
 
 @triton.jit
 def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
-    """Returns (p/q of the draft at each place, its uniform number, c_i before each place): fp32 [PLACES].
+    """Returns the ratio of each draft token, its uniform random number, and c at each place, each fp32 [PLACES].
 
-    The definitions are `verify.accept_probability` and `verify._carried`.
+    The ratio is min(1, p/q) of the draft token (`verify.accept_probability`), for the rule block p/q without the limit.
+    c at place i is the running product of the first i ratios, limited to 1 after each (`verify.block`). `p` and `q` are
+    the draft tokens' probabilities [PLACES], of which the first `counts` are valid.
     """
     counted = place < counts
     p, q = tl.where(counted, p, 0.0), tl.where(counted, q, 0.0)
@@ -128,7 +137,7 @@ def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
     if RULE == BY_BLOCK:
         c = tl.full([], 1.0, tl.float32)
         for start in range(0, counts, AT_ONCE):
-            # sums of AT_ONCE places overlap, because they are independent; after the last place the ratio is 1
+            # sums of AT_ONCE places overlap, because they are independent; beyond `counts` the ratio is 1
             for more in tl.static_range(AT_ONCE):
                 c = c * at_place(ratio, place, start + more)
                 c = tl.where(c > 1.0, 1.0, c)  # a NaN stays a NaN
@@ -140,13 +149,16 @@ def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
 
 @triton.jit
 def _leading(flags, place, counts, PLACES: tl.constexpr):
-    """Counts the leading True values among the first `counts` flags [PLACES]."""
+    """Returns the number of True values before the first False one, among the first `counts` of flags [PLACES]."""
     return tl.min(tl.where(flags & (place < counts), PLACES, place), axis=0)
 
 
 @triton.jit
 def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.constexpr):
-    """Returns the (first, last) place at which a row may end, and c_i [PLACES]."""
+    """Returns the first and the last place where a row may end, and c at each place, fp32 [PLACES].
+
+    A row ends at the place where the token after its accepted drafts is sampled. For the arguments see `_ratios`.
+    """
     ratio, accept_u, carried = _ratios(p, q, place, counts, seed, length, RULE)
     first = counts * 0
     last = counts
@@ -162,14 +174,20 @@ def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.const
 
 @triton.jit
 def is_shared(num_listed, kinds, place, first, last, MAX_LISTED):
-    """True if one of the places first..last has more ids than one CTA samples. Then the row's CTAs share it."""
+    """True if one of the places first..last has more listed ids than MAX_LISTED, or an unknown number.
+
+    Then all CTAs of the row sample together. `num_listed` and `kinds` are results of `reported`.
+    """
     many = ((num_listed < 0) | (num_listed > MAX_LISTED)) & (kinds < GREEDY) & (place >= first) & (place <= last)
     return tl.max(many.to(tl.int32), axis=0) > 0
 
 
 @triton.jit
 def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
-    """Loads (distribution, draft, c) of one place. The draft is -1 if there is none, or if it is not below `vocab`."""
+    """Returns the target's distribution, the draft token, and c at place number `at` of a row.
+
+    The draft token is -1 if there is none, or if it is not below `vocab`. `carried` has c at all places.
+    """
     draft = tl.load(drafts_ptr + at, mask=at < counts, other=-1)
     draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
     return load_distribution(record_ptr + at * _RECORD), draft, at_place(carried, place, at)
@@ -177,7 +195,10 @@ def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
 
 @triton.jit
 def _drafted(p, index, q_ptr, draft):
-    """Returns probabilities of ids under the draft's distribution. Undefined where p is not positive."""
+    """Returns the probabilities q of ids under the draft's distribution. Undefined where p is not positive.
+
+    Without q_ptr the proposer is deterministic: q is 1 on the id `draft`.
+    """
     q = (index == draft).to(tl.float32)
     if q_ptr is not None:
         q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
@@ -186,16 +207,17 @@ def _drafted(p, index, q_ptr, draft):
 
 @triton.jit
 def _excess(p, q, c):
-    """Computes the residual max(c p - q, 0), not normalised."""
+    """Returns the residual max(c p - q, 0) of each id, not normalised."""
     return tl.where(c * p > q, c * p - q, 0.0)
 
 
 @triton.jit
 def _entry(p, excess, time):
-    """Returns an int32 rank of each id. The highest is sampled (probability over an exponential time, `PhiloxDraws`).
+    """Returns an int32 rank of each id; the id with the highest rank is sampled.
 
-    Ranks under the residual are not negative, so they win over ranks under p. Ranks under p matter only if the residual
-    is zero. An id without probability has the lowest rank.
+    The rank is the bits of weight / time, with the id's random exponential time. The weight is the residual `excess`,
+    or p where that is zero. Ranks by the residual are not negative, ranks by p are. So ranks by p matter only if the
+    residual of all ids is zero. An id without probability has the lowest rank, NO_RANK.
     """
     weights = tl.where(excess > 0, excess, p)
     bits = tl.where(weights > 0, weights / time, 0.0).to(tl.int32, bitcast=True)
@@ -204,7 +226,10 @@ def _entry(p, excess, time):
 
 @triton.jit
 def _merge(rank, index, share, counters_ptr, RULE: tl.constexpr):
-    """Merges the best rank of some ids, and their sum of the residual, into the counters of a place."""
+    """Merges the highest of some ids' ranks into the counters of a place. Under the rule block, adds `share` to them.
+
+    `share` is the ids' residual in fixed point.
+    """
     best = tl.max(rank, axis=0)
     first = tl.min(tl.where(rank == best, index, 0x7FFFFFFF), axis=0)
     if best != NO_RANK:
@@ -235,10 +260,21 @@ def sample_dense(
     CHUNK,
     STOPS,
 ):
-    """Ranks the ids of this CTA's chunks at a place, and sums the residual.
+    """Samples among the ids of this CTA's chunks at one place, and sums their residual, into the place's counters.
 
     It keeps the best of every 4 ids and compares all of these at the end, so no chunk waits for a reduction. Sums of 4
     ids are added as integers, so the split into chunks does not matter.
+
+    Args:
+        q_ptr, draft: see `_drafted`.
+        dist: distribution of the place, not greedy.
+        view: `View` of the place.
+        tops_ptr: largest scaled logit of each of the `groups` groups of ids.
+        counters_ptr: counters of the place.
+        c: factor of p in the residual.
+        beyond: True if the place has a draft token and the rule has a residual.
+        seed, position: keys of the random numbers.
+        begin: this CTA's first chunk.
     """
     LANES: tl.constexpr = CHUNK // 4
     # the line is not greedy here; constants need no registers
@@ -264,7 +300,7 @@ def sample_dense(
             ranks = tl.reshape(rank, [LANES, 4])  # LANES = CHUNK / 4
             highest = tl.max(ranks, axis=1)
             first = tl.min(tl.where(ranks == highest[:, None], tl.reshape(index, [LANES, 4]), 0x7FFFFFFF), axis=1)
-            # ids ascend, so with equal ranks the first one seen stays
+            # ids ascend, so of equal ranks the one seen first stays
             who = tl.where(highest > best, first, who)
             best = tl.maximum(highest, best)
     _merge(best, who, shares, counters_ptr, RULE)
@@ -272,7 +308,7 @@ def sample_dense(
 
 @triton.jit
 def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constexpr):
-    """Loads (keys, ids) int32 [SIZE] from the list, starting at `start`. Undefined from `end` on."""
+    """Loads keys and ids, int32 [SIZE] each, from index `start` of a place's list. Undefined from index `end` on."""
     slot = start + tl.arange(0, SIZE)
     there = slot < end
     return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MAX_FOUND + slot, mask=there, other=0)
@@ -282,7 +318,10 @@ def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constex
 def sample_listed(
     q_ptr, dist, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MAX_FOUND, SIZE
 ):
-    """Computes `sample_dense` for a line whose ids are all listed. `few` has the first of them, already loaded."""
+    """Samples as `sample_dense` at one place, all of whose kept ids are listed, in one CTA.
+
+    `few` is the result of `listed_from` for the first SIZE ids, `number` the number of listed ids.
+    """
     key, index = few
     best = tl.zeros([SIZE], tl.int32) + NO_RANK
     who = tl.zeros([SIZE], tl.int32)
@@ -305,10 +344,10 @@ def sample_listed(
 
 @triton.jit
 def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
-    """Returns (accepted, block [PLACES]) of a running row whose places have all been sampled.
+    """Returns the number of accepted draft tokens and the block of tokens, int64 [PLACES], of a running row.
 
-    `ends` is the result of `span`. `counts` is the number of the row's drafts before the first place that has no
-    distribution.
+    All CTAs of the row have sampled. The block has the accepted draft tokens and the token after them. `ends` is the
+    result of `span`. `counts` is the number of the row's draft tokens before its first position with invalid logits.
     """
     valid = place <= counts
     kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=valid, other=0)
@@ -344,11 +383,11 @@ def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 264  # approximate number of CTAs per launch: two per SM
 MAX_LISTED = 1024  # largest number of listed ids of a place that one CTA samples alone
-LISTED = 128  # number of these loaded at a time: usually there are fewer, and a smaller kernel starts sooner
+LISTED = 128  # number of listed ids loaded at a time: usually there are fewer, and a smaller kernel starts sooner
 
 
 class EndWork(NamedTuple):
-    """Tensors of `SampledWork`, and the draft's probabilities."""
+    """Kernel argument: tensors of `SampledWork`, and the distributions from which draft tokens were drawn."""
 
     counters: Any
     arrivals: Any
@@ -359,14 +398,14 @@ class EndWork(NamedTuple):
 
 
 class EndBlocks(NamedTuple):
-    """Constants of the last launch.
+    """Constexprs of the last launch.
 
     Attributes:
-        RULE: a value of RULES.
+        RULE: verification rule, a value of RULES.
         TOP: result of `logprobs.width_of`.
-        CHUNK: ids per CTA.
-        MAX_FOUND: capacity of a place's list.
-        MAX_LISTED, LISTED: the constants above, at most MAX_FOUND.
+        CHUNK: number of ids per CTA.
+        MAX_FOUND: capacity of a place's list of ids.
+        MAX_LISTED, LISTED: the module's constants with these names, limited to MAX_FOUND.
     """
 
     RULE: int
@@ -378,7 +417,7 @@ class EndBlocks(NamedTuple):
 
 
 def end_chunk() -> int:
-    """Returns the ids per CTA of the last launch: fewer than before, because sampling takes more registers."""
+    """Returns the number of ids per CTA in the last launch: fewer than before, as sampling needs more registers."""
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
@@ -399,7 +438,7 @@ def _end_kernel(
     entry_width,
     batch,
     places,  # K + 1
-    parts,  # number of CTAs among which the places of a row are split
+    parts,  # number of groups of CTAs among which the places of a row are split
     details_width,
     LAUNCHED: tl.constexpr,  # EndBlocks
     BLOCKS: tl.constexpr,  # CommitBlocks
@@ -425,7 +464,7 @@ def _end_kernel(
     seed, length = tl.load(source.seeds + row), tl.load(source.lengths + row)
     temperature = tl.load(source.temperature + row)
     p, q, num_listed, kinds = reported(row_records, place, num_places)
-    # drafts from the first place without a distribution on are not valid; places after the drafts are not counted
+    # drafts from the first position with invalid logits on are not valid
     counts = tl.minimum(counts, tl.min(tl.where(kinds == INVALID, place, PLACES), axis=0))
     handled = ((tl.program_id(0) == 0) & (part == 0)).to(tl.int32)
     workers = tl.full([], 1, tl.int32)  # in a row that samples nothing, the first CTA commits alone
@@ -530,10 +569,14 @@ def sampled_commit(
     draws: Draws | None,
     record: Record | None = None,
 ) -> None:
-    """Computes `reference.sampled_commit`. Random numbers come from the rows' seeds; `draws` is ignored.
+    """Verifies the draft tokens of a sampled step and commits it, as `reference.sampled_commit`, in three launches.
+
+    Args:
+        logits, rows, scratch, work, publish_to, rule, deterministic, record: see `reference.sampled_commit`.
+        draws: not read. Random numbers come from the rows' seeds.
 
     Raises:
-        ValueError: a layout other than in the table above, or a work area is too small.
+        ValueError: a layout other than in the table above, or scratch memory that is too small.
     """
     batch, places, vocab = logits.shape
     check_source(logits, rows, work)

@@ -1,12 +1,23 @@
-"""Finds the threshold of top-k and top-p of one line among the candidates of bounds.py.
+"""Finds the threshold of top-k and top-p of one logits row among the candidates of bounds.py.
 
-A line is one scored position of one row. If the threshold is not among the candidates, all ids of the line are read. Up
-to RANKED candidates are all compared with each other. More candidates, and whole lines, are searched in one loop. Each
-iteration reads the ids once and tests several pivots. The loop has one read for all cases: less code is fetched, which
-is faster than a loop for each case.
+If the threshold is not among the candidates, all ids of the row are read. Up to RANKED candidates are all compared with
+each other. More candidates, and whole logits rows, are searched in one loop. Each iteration reads the ids once and
+tests several pivots. The loop has one read for all cases: less code is fetched, which is faster than a loop for each
+case.
 
-All sums are integers (masses are in fixed point, see `UNIT`). So the order of candidates does not change a sum. A
-distribution is (largest logit, normaliser, key, cut): `kept` of logits.py says which ids it keeps.
+The *mass* of an id is exp(x - largest logit), x its scaled logit. A *key* (`key_of`) is an int32 that orders as the
+logit. All sums are integers (masses are in fixed point, see `UNIT`). So the order of candidates does not change a sum.
+The result is (key, cut, normaliser): `kept` of logits.py says which ids are kept, the normaliser is their mass.
+
+Arguments that most functions have:
+
+- `source`: the arguments of `view_of` for this logits row, as a tuple
+- `found_ptr`: keys of the candidates, and their ids MAX_FOUND elements further
+- `lower`, `upper`: the candidates are all ids with keys in [lower, upper), of which there are `count`. `guessed` is 1
+  if the threshold may lie outside
+- `count_above`, `mass_above`: number and mass of the ids with keys from `upper` on; `kept_above`: the mass of those
+  that min-p keeps
+- `largest`: largest scaled logit. `top_k`: 0 for no top-k
 """
 
 from __future__ import annotations
@@ -27,7 +38,7 @@ from fastspec.kernels.sampling.logits import (
 )
 
 RANKED = 128  # up to this many candidates are compared with each other
-PIECE = 1024  # ids that `search` reads at a time
+PIECE = 1024  # number of ids that `search` reads at a time
 OTHERS = tl.constexpr(32)  # number of candidates compared with all others at a time
 COUNTED = tl.constexpr(53)  # up to 512 fixed-point masses sum to less than 2^COUNTED
 # not called PIVOTS as in bounds.py, because Triton's cache needs one value per global name of a kernel
@@ -38,33 +49,45 @@ ASK_COUNT, FIND_KTH, ASK_TOTAL, FIND_EDGE, ASK_ABOVE, ASK_EQUALS, FIND_CUT, SUM_
 
 @triton.jit
 def fixed(mass):
-    """Converts a mass from fp32 to int64 fixed point."""
+    """Converts a mass from fp32 to int64 fixed point, as a multiple of 1 / UNIT."""
     return (mass * UNIT).to(tl.int64)
 
 
 @triton.jit
 def mass_of(key, largest):
-    """Computes the int64 fixed-point mass of the id with a key."""
+    """Returns the mass exp(x - largest) of the logit x with a key, in int64 fixed point."""
     return fixed(tl.exp(value_of(key) - largest))
 
 
 @triton.jit
 def taken_of_equals(mass, above, budget):
-    """Returns how many ids of equal mass top-p keeps: one after the other while the mass above is below the budget."""
+    """Returns how many of several ids with equal logits top-p keeps.
+
+    They are kept one after the other, while the mass of the ids before is below `budget`. All masses are fixed point.
+
+    Args:
+        mass: mass of each of these ids.
+        above: mass of the ids with larger logits.
+        budget: mass that top-p must keep.
+    """
     each = tl.maximum(mass, 1)
     return (budget - above + each - 1) // each
 
 
 @triton.jit
 def budget_of(total, top_p):
-    """Returns the fixed-point mass that top-p must keep: all except 1 - top_p, which is fp32 as in torch."""
+    """Returns the fixed-point mass that top-p must keep: total - (1 - top_p) total. 1 - top_p is fp32, as in torch."""
     light = ((1.0 - top_p).to(tl.float64) * total.to(tl.float64)).to(tl.int64)
     return tl.maximum(total - light, 1)
 
 
 @triton.jit
 def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
-    """Counts for each of keys [SIZE]: (candidates at or above it, candidates above it, fixed-point mass above it)."""
+    """Compares each of keys [SIZE] with all candidates.
+
+    Returns, for each key, the number of candidates with keys >= it, the number of those > it, and the mass of the
+    latter in fixed point.
+    """
     reach = tl.zeros([OTHERS, SIZE], tl.int32)
     above = tl.zeros([OTHERS, SIZE], tl.int64)
     column = tl.arange(0, OTHERS)
@@ -102,7 +125,7 @@ def _min_and_max(key, mass, reach, over, other_key, other_mass, other_reach, oth
 def rank_candidates(
     found_ptr,
     largest,
-    total,  # fixed-point mass of the whole line
+    total,  # fixed-point mass of all ids of the logits row
     count,  # number of candidates, up to SIZE
     count_above,
     mass_above,
@@ -117,9 +140,9 @@ def rank_candidates(
     MAX_FOUND: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Returns (key, cut, fixed-point normaliser, valid) from up to SIZE candidates.
+    """Returns (key, cut, fixed-point normaliser, valid) of a logits row with up to SIZE candidates.
 
-    `valid` is 0 if the threshold is not among them.
+    `valid` is 0 if the threshold is not among the candidates; then the other results have no meaning.
     """
     slot = tl.arange(0, SIZE)
     there = slot < count
@@ -170,7 +193,7 @@ def rank_candidates(
 
 @triton.jit
 def _id_of_rank(ids, equal, rank, vocab):
-    """Returns the smallest id up to which at least `rank` ids are `equal`."""
+    """Returns the id that is number `rank`, in ascending order, among the elements of `ids` where `equal` is True."""
     low, high = vocab * 0, vocab - 1
     while low < high:
         middle = (low + high) // 2
@@ -184,9 +207,10 @@ def _id_of_rank(ids, equal, rank, vocab):
 def _weigh(
     source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MAX_FOUND, SIZE: tl.constexpr, STOPS
 ):
-    """Counts ids, or sums their mass, above each pivot or equal to it up to an id of `cuts`: int64 [PIVOTS].
+    """Returns, for each pair of pivot and cut, the number of ids that `kept` keeps with them, int64 [PIVOTS].
 
-    Ids with a mass below `least` do not count.
+    If `by_mass`, it returns their mass in fixed point instead. Ids with a mass below `least` do not count. If `whole`,
+    the first `count` ids of the logits row are read, else the first `count` candidates.
     """
     sums = tl.zeros([_PIVOTS, SIZE], tl.int64)
     for start in tl.range(0, count, SIZE, disable_licm=True):
@@ -207,7 +231,7 @@ def _weigh(
 def search(
     source,
     found_ptr,
-    whole,  # True: read the whole line instead of candidates
+    whole,  # True: read the whole logits row instead of candidates
     largest,
     normaliser,
     count,
@@ -224,10 +248,11 @@ def search(
     SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Returns (key, cut, fixed-point normaliser). Reads the whole line if the candidates do not decide.
+    """Returns (key, cut, fixed-point normaliser) of a logits row with any number of candidates.
 
-    A threshold is the largest key with enough ids at or above it, by their number or their mass. Each iteration answers
-    one question, in this order (`asked`):
+    If the threshold is not among the candidates, it reads the whole logits row. A threshold is the largest key with
+    enough ids at or above it, by their number or their mass. Each iteration answers one question, in this order
+    (`asked`):
 
         ASK_COUNT   how many ids there are       FIND_KTH    the k-th largest key
         ASK_TOTAL   the mass at or above it      FIND_EDGE   the threshold of top-p
@@ -241,12 +266,12 @@ def search(
     asked = tl.where(top_k > 0, ASK_COUNT, edge)
     low, high = lower, lower
     first, last, cut = vocab * 0, vocab - 1, vocab
-    # target of the sum: rank of the k-th, a mass, or a rank among equals; in the end the normaliser
+    # what the sum must reach: k, a mass, or a number of ids with equal keys; in the end `goal` is the normaliser
     goal = tl.zeros([], tl.int64) + top_k - count_above
     fails = whole
     while asked <= SUM_UP:
         if fails:
-            # the candidates do not decide: start again, with the whole line
+            # the threshold is not among the candidates: start again, with the whole logits row
             whole, asked = tl.full([], 1, tl.int1), tl.where(top_k > 0, ASK_COUNT, edge)
             low, upper, guessed = low * 0 + (KEY_LOWEST + 1), upper * 0 + KEY_OPEN, guessed * 0
             count, count_above, mass_above, kept_above = vocab, count_above * 0, mass_above * 0, kept_above * 0
