@@ -1,6 +1,6 @@
-"""Arguments of attention kernels, grouped: tensors, and the sizes that belong to them.
+"""Named tuples that group the arguments of attention kernels: tensors, and the sizes that belong to them.
 
-Triton compiles a kernel again if an integer inside a tuple becomes 1 or a multiple of 16, or stops being so. So a group
+Triton compiles a kernel again if an integer inside a tuple becomes 1 or a multiple of 16, or stops being so. So a tuple
 holds only integers that are constant for one model and its cache. Integers that differ between passes are separate
 parameters, named in a kernel's `do_not_specialize`. A field may not be called `values` or `type`, because Triton's
 tuples have attributes with these names.
@@ -18,21 +18,22 @@ from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.kernels.reference.attention import HeadsCall
 from fastspec.shapes import AttentionRule
 
-LOG2E = 1.4426950408889634  # log2(e): kernels use exp2, so scores are multiplied with this
+LOG2E = 1.4426950408889634  # log2(e): kernels use exp2 instead of exp, so scores are multiplied by this
 
 
 class NewTokens(NamedTuple):
-    """New tokens of a pass, Q of each of B rows, with the norm weights and rotary angles of their heads.
+    """Q new tokens of each of B rows, with the weights of the head norms and the rotary table.
 
     Attributes:
         qkv: [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32.
-        positions: int64 [B, Q].
+        positions: int64 [B, Q], position of each token.
         write_mask: bool [B, Q]; K and V of tokens with False are not stored.
         cos, sin: fp32 [num_angles, D / 2]; None: no rotary embedding.
-        q_norm, k_norm: [D], weights of the head norms; None: the model has no such norms.
+        q_norm, k_norm: [D], weights of the RMSNorms of query and key heads; None: the model has none.
         num_angles: number of positions in `cos` and `sin`.
         eps: epsilon of the head norms.
-        k_factor, v_factor: 1 / scale, multiplied with K and V before they are stored in 8 bits; None: no 8-bit cache.
+        k_factor, v_factor: 1 / scale, by which K and V are multiplied before they are stored in 8 bits. None: the cache
+            does not have 8 bits.
     """
 
     qkv: Any
@@ -49,13 +50,13 @@ class NewTokens(NamedTuple):
 
 
 class PagedCache(NamedTuple):
-    """K and V of one layer, and the block table.
+    """Paged KV cache of one layer, and the block table.
 
     Attributes:
         k, v: [num_pages, page_size, Hkv, D].
-        block_table: int64 [B, table_width]. In a kernel, after `cache_of_row`, one row of it.
+        block_table: int64 [B, table_width], the pages of each row. In a kernel, after `cache_of_row`, one row of it.
         table_stride: elements from one row of the table to the next.
-        table_width: largest number of pages of a row.
+        table_width: columns of the table, the largest number of pages of a row.
         num_pages: number of pages in the cache.
     """
 
@@ -68,18 +69,18 @@ class PagedCache(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Conversion of products q . k to scores, which are exponents of 2.
+    """Numbers that convert products q . k to attention scores. The softmax is a power of 2: 2^score / sum of 2^score.
 
-        score = factor * (q . k), with a cap: cap * tanh(factor * (q . k))
+        score = factor * (q . k);   with a softcap: score = cap * tanh(factor * (q . k))
 
-    For an 8-bit cache, k and v are the stored numbers: the scale of K is part of the factor.
+    With an 8-bit cache, k and v are the stored numbers, and the scale of K is part of the factor.
 
     Attributes:
-        factor: multiplied with q . k.
-        cap: the softcap, times log2(e); None: none.
-        sinks: [H] in fp32 or the cache's dtype: for each head the score of one more key, whose value is zero; None:
-            none.
-        value_scale: multiplied with sums of values; None: 1.
+        factor: factor of q . k. It contains log2(e), unless there is a softcap.
+        cap: the softcap, times log2(e). None: there is none.
+        sinks: [H] in fp32 or the cache's dtype: for each head the score of one more key, whose value is zero. None:
+            there are none.
+        value_scale: the scale of V, by which the result is multiplied. None: 1.
     """
 
     factor: Any
@@ -89,12 +90,12 @@ class Scoring(NamedTuple):
 
 
 class WorkArea(NamedTuple):
-    """Partial results of CTAs that share a row.
+    """Scratch memory for partial results, if several CTAs attend to the keys of a row (split-K decoding).
 
     Attributes:
-        partials: fp32 [B * Hkv, splits, Q * GROUP, D], averages of values; then [B * Hkv, splits, Q * GROUP], log2 of
-            the sums of their weights.
-        counters: int32, zero between launches; None: the kernel needs none.
+        partials: fp32 [B * Hkv, splits, Q * GROUP, D], the attention output over the keys of each split. After these,
+            [B * Hkv, splits, Q * GROUP] has the log2 of the sums of 2^score.
+        counters: int32, zero between launches. None: the kernel needs none.
     """
 
     partials: Any
@@ -102,7 +103,7 @@ class WorkArea(NamedTuple):
 
 
 def check_heads(call: HeadsCall) -> None:
-    """Raises ValueError for shapes or dtypes of a call that the kernels of rope.py do not support."""
+    """Raises ValueError for shapes or dtypes of `call` that the kernels of rope.py do not support."""
     qkv, keys, cos, sin, num_heads = call.qkv, call.keys, call.cos, call.sin, call.num_heads
     check_cache(qkv, keys, call.values, call.block_table, call.positions, num_heads)
     kv_heads, dim = keys.shape[2:]
@@ -121,7 +122,7 @@ def check_heads(call: HeadsCall) -> None:
 
 
 def new_tokens(call: HeadsCall, scales: KVScales | None = None) -> NewTokens:
-    """Checks the tensors of a call and groups them.
+    """Builds the kernels' argument `tokens` from a call, whose tensors `check_heads` has checked.
 
     Args:
         call: the new tokens.
@@ -135,7 +136,14 @@ def new_tokens(call: HeadsCall, scales: KVScales | None = None) -> NewTokens:
 
 
 def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
-    """Groups the numbers of `rule` with `sinks`, for heads of size `dim`. Checks the shape of `sinks`."""
+    """Builds the kernels' argument `scoring`, for heads of size `dim`.
+
+    Args:
+        rule: scale and softcap of the scores.
+        sinks: attention sinks [H], or None.
+        dim: head_dim.
+        scales: scales of an 8-bit cache. None: the cache has 16 or 32 bits.
+    """
     factor, value_scale = rule.factor(dim), None if scales is None else scales.v
     if scales is not None:
         factor *= scales.k
@@ -145,5 +153,5 @@ def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVSc
 
 
 def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
-    """Groups keys, values and block table. Checks their shapes."""
+    """Builds the kernels' argument `cache` from one layer's cache, whose shapes `check_cache` has checked."""
     return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])

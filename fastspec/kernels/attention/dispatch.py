@@ -1,4 +1,4 @@
-"""Attention of a layer on CUDA in one launch: head norms, rotary embedding, K/V append, attention.
+"""Attention of a layer on CUDA: head norms, rotary embedding, K/V append, attention; in decoding mostly one launch.
 
     out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
@@ -11,39 +11,39 @@ value is zero. Every kernel supports all of these.
 | qkv          | [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32       | contiguous                                        |
 | cos, sin     | [positions, D/2] fp32                          | contiguous; both None: no rotation                |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv or e4m3 | contiguous; may exceed 2^31 elements              |
-| block_table  | [B, P] int64                                   | rows may be views of a longer table               |
+| block_table  | [B, P] int64                                   | rows may be views of longer rows                  |
 | positions    | [B, Q] int64                                   | >= 0, ascending in a row where `write_mask`       |
 | write_mask   | [B, Q] bool                                    | False: K/V are not stored, the output is undefined |
 | sinks        | [H] fp32 or as qkv                             | contiguous; None: none                            |
 
 Kernels:
 
-| pass                                 | kernels                                                            |
-|--------------------------------------|--------------------------------------------------------------------|
-| prompt chunk (Q > MAX_SPLIT_QUERIES) | rope.py appends, prefill.py attends                                |
-| decode, where `plan.uses_mma`        | decode/mma.py or mma_batch.py: rows below position `plan.LATE_FROM` |
-|                                      | decode/tma_sm90.py: rows from there on                             |
-| decode, else                         | `_decode_kernel` of decode/portable.py                             |
+| pass                                  | kernels                                                           |
+|---------------------------------------|-------------------------------------------------------------------|
+| prefill chunk (Q > MAX_SPLIT_QUERIES) | rope.py appends K/V, prefill.py attends                           |
+| decode, where `plan.uses_mma`         | early rows (below position `plan.LATE_FROM`): decode/mma.py or    |
+|                                       | mma_batch.py; late rows (from there on): decode/tma_sm90.py       |
+| decode, elsewhere                     | `_decode_kernel` of decode/portable.py                            |
 
-A pass that may have early and late rows launches both kernels. Each skips the other's rows.
+A decode pass that may have early and late rows launches both kernels. Each skips the other's rows.
 
-A decode pass splits the keys (as Flash-Decoding). CTA (t, s) has query tile t of one row and KV head, and the keys from
-position s * split_keys on. It stores the new K/V that fall among its keys. It reads all its keys back from the cache in
-blocks, and stores the average of the values and its weight. The last CTA of a tile, found by an integer counter,
-combines these in ascending order. `_decode_kernel` combines FAN splits to a group, then the groups. The other kernels
-have no groups.
+A decode pass splits the keys of a row between CTAs (Flash-Decoding). CTA (t, s) has query tile t of one row and KV
+head, and the keys from position s * split_keys on. It first stores the new K/V of positions in its range. It reads all
+its keys back from the cache in blocks, and stores its partial result: the attention output over its keys, and the log2
+of the sum of softmax weights. The last CTA of a tile, found by an integer counter, combines the partial results in
+ascending order. `_decode_kernel` combines FAN splits to a group, then the groups. The other kernels have no groups.
 
-Row invariance. The bits of a row do not depend on other rows. The choice of the kernel and of the splits depends on the
-model and the row's position; for `_decode_kernel` it also depends on the size of its cache. Blocks and splits begin at
-absolute positions, and sums over them run in ascending order. A block or split that is masked for a row does not change
-it. A sink is added once, when all keys of a row are combined. No product is fused with a sum (enable_fp_fusion=False).
-So K has the same bits from each kernel, and those of the torch definition.
+Batch invariance. The bits of a row do not depend on other rows. The choice of the kernel and of the splits depends on
+the model and the row's position; for `_decode_kernel` it also depends on the size of its cache. Blocks and splits begin
+at absolute positions, and sums over them run in ascending order. A block or split that is masked for a row does not
+change its result. A sink is added once, when all keys of a row are combined. No fused multiply-add is used
+(enable_fp_fusion=False). So K has the same bits from each kernel, and those of the torch definition.
 
-Programmatic launch (PDL): the next kernel may start at once. Before its wait, none of these kernels reads values that
-the preceding product writes. `_decode_kernel` reads positions and the table early, past L1, to prefetch keys into L2.
-Stale values prefetch the wrong lines and change no result. Tiles in `plan.EARLY` also use these early reads. The other
-kernels read positions, the table, and K and V of earlier passes before their wait, and use them. `attend` says what its
-caller must guarantee for that.
+Programmatic dependent launch (PDL): the next kernel may start at once. Before its wait, none of these kernels reads the
+output of the preceding matrix product. `_decode_kernel` reads positions and the block table early, past L1, to prefetch
+keys into L2. Stale values only prefetch the wrong cache lines and change no result. Tiles in `plan.EARLY` also use
+these early reads. The other kernels read positions, the block table, and K and V of earlier passes before their wait,
+and use them. `attend` says what its caller must guarantee for that.
 """
 
 from __future__ import annotations
@@ -66,17 +66,17 @@ from fastspec.kernels.gpu import gpu_of, has_pdl
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import KEY_BLOCK
 
-MAX_SPLIT_QUERIES = 17  # a pass with more query tokens is a prompt chunk, which fills the device without splitting keys
+MAX_SPLIT_QUERIES = 17  # a pass with more query tokens per row is a prefill chunk; it fills the device without splits
 
 
 @dataclass(frozen=True, slots=True)
 class AttendWork:
-    """Work area of the decode passes of one model. Only one pass may use it at a time.
+    """Scratch memory of the decode passes of one model. Only one pass may use it at a time.
 
     Attributes:
-        split_keys: keys of one partial sum of `_decode_kernel`. The bits of a row depend on it.
-        counters: int32, zero between launches.
-        partials: fp32 partial sums.
+        split_keys: number of keys in a split of `_decode_kernel`. The bits of a row depend on it.
+        counters: int32, zero between launches: for each query tile, the number of CTAs that have finished.
+        partials: fp32, partial results of splits; see `WorkArea`.
     """
 
     split_keys: int
@@ -85,7 +85,7 @@ class AttendWork:
 
 
 def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> AttendWork:
-    """Allocates the work area of `attend` for the decode passes of a model.
+    """Allocates the scratch memory of `attend` for the decode passes of a model.
 
     Args:
         device: device of the model.
@@ -102,24 +102,25 @@ def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: 
 
 
 def attend_work_bytes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> int:
-    """Returns the bytes of `attend_work`."""
+    """Returns the bytes of device memory that `attend_work` allocates for the same arguments."""
     return 4 * sum(plan.work_sizes(max_rows, max_positions, heads))
 
 
 def attend(call: AttendCall, work: AttendWork, regroup: bool = False) -> Tensor:
-    """Computes `Ops.attend`, the attention of a layer. Does not write to page 0.
+    """Computes the attention of a layer, as `Ops.attend`. Does not write to page 0 of the cache.
 
-    Positions, write mask, table and cache are read before the kernel waits for the kernel that makes `qkv`. All writes
-    to them must have ended before that kernel began. `embed` guarantees this: it waits for the tokens of the pass.
+    Positions, write mask, block table and cache are read before the kernel waits for the kernel that computes `qkv`.
+    All writes to them must have ended before that kernel began. `embed`, the first kernel of a pass, guarantees this:
+    it waits for the input of the pass.
 
     Args:
-        call: tensors and rules. `product` and `tiling` are not read.
-        work: the work area of the pass.
-        regroup: True if the result may be [B, Q, H * D / 64, 64], regrouped: see `packing.in_order`. It is regrouped if
-            the pass has only early rows.
+        call: tensors and options. `product` and `tiling` are not read.
+        work: scratch memory of the pass.
+        regroup: True if the result may be [B, Q, H * D / 64, 64], regrouped as packing.py describes. It is regrouped if
+            tensor-core kernels compute the pass and it has no late rows.
 
     Raises:
-        ValueError: shapes, dtypes or layouts other than above, or `work` is too small for the pass.
+        ValueError: shapes, dtypes or layouts other than in the table above, or `work` is too small for the pass.
     """
     if not (call.qkv.is_contiguous() and call.positions.is_contiguous() and call.write_mask.is_contiguous()):
         qkv, positions = call.qkv.contiguous(), call.positions.contiguous()
@@ -141,7 +142,15 @@ def attend(call: AttendCall, work: AttendWork, regroup: bool = False) -> Tensor:
 def uses_mma(
     device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int, cached: torch.dtype | None = None
 ) -> bool:  # fmt: skip
-    """Calls `plan.uses_mma` for a device. `cached` is the dtype of K and V, if it differs from that of the queries."""
+    """Returns `plan.uses_mma` for a device.
+
+    Args:
+        device: device of the model.
+        dtype: dtype of queries.
+        dim: head_dim.
+        page_size, capacity: see `plan.uses_mma`.
+        cached: dtype of K and V in the cache. None: `dtype`.
+    """
     return plan.uses_mma(gpu_of(device), dtype.itemsize, dim, page_size, capacity, (cached or dtype).itemsize)
 
 

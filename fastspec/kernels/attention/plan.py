@@ -4,13 +4,15 @@ This module computes with integers and does not import Triton. A plan depends on
 of SMs, on the model, and on the sizes of a pass. The bits of a row depend only on the model and the size of its cache:
 through the kernel (`uses_mma`), the splits (`SPLIT`, `split_keys_for`, LATE_SPLITS), and the order of sums.
 
-A row is *early* if its position is below LATE_FROM, else *late*: a long row.
+A *split* is a range of a row's keys that one CTA attends to at a time (split-K decoding, Flash-Decoding). Query rows of
+a KV head are its Q * H / Hkv pairs of token and query head. A row of the batch is *early* if its position is below
+LATE_FROM, else *late*.
 
 | kernel            | file                | rows                                                           |
 |-------------------|---------------------|----------------------------------------------------------------|
 | `_decode_kernel`  | decode/portable.py  | all, where `uses_mma` is false                                 |
-| `fragment_kernel` | decode/mma.py       | early; a CTA has one split                                     |
-| `batch_kernel`    | decode/mma_batch.py | early; a CTA has several splits                                |
+| `fragment_kernel` | decode/mma.py       | early; each CTA has one split                                  |
+| `batch_kernel`    | decode/mma_batch.py | early; each CTA has several splits                             |
 | `shares_kernel`   | decode/tma_sm90.py  | late; `gather_kernel` combines their splits                    |
 """
 
@@ -24,10 +26,10 @@ from fastspec.shapes import EARLY_BLOCKS, KEY_BLOCK
 
 # constants of kernels, with their names there in brackets; test_plan.py compares them
 ROW_GROUP = 8  # query rows in a group of decode/mma.py [EIGHT]
-PARTS = 4  # parts of a split of decode/mma.py, each with its own softmax [PARTS]
+PARTS = 4  # parts of a split of decode/mma.py, each with an online softmax of its own [PARTS]
 SPLIT = PARTS * 32  # keys in a split of decode/mma.py [PARTS * KEYS]
 TMA_TILE_ROWS = 64  # query rows in a tile of decode/tma_sm90.py [ROWS]
-TMA_WARPS = 4  # multiplying warps of its CTA [WARPS]
+TMA_WARPS = 4  # warps of a CTA of decode/tma_sm90.py that multiply [WARPS]
 GATHER_WARPS = 4  # warps in a CTA of `gather_kernel` [GATHER_WARPS]
 FAN = 16  # partial sums that `_decode_kernel` combines at a time [FAN]
 
@@ -53,11 +55,11 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class LaunchPlan:
-    """Plan of one launch.
+    """Parameters of one kernel launch.
 
     Attributes:
         kernel: name of the kernel.
-        grid: number of CTAs by axis.
+        grid: number of CTAs along each axis.
         constants: constexpr arguments of the kernel.
         options: launch options, such as num_warps.
     """
@@ -70,7 +72,14 @@ class LaunchPlan:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Tile sizes of one launch: query rows and keys of a product, warps, pipeline stages."""
+    """Tile sizes of one launch of an attention kernel.
+
+    Attributes:
+        rows: number of query rows in a tile.
+        block_n: number of keys in a tile.
+        num_warps: warps of a CTA.
+        num_stages: stages of the software pipeline that loads keys and values.
+    """
 
     rows: int
     block_n: int
@@ -104,7 +113,7 @@ def uses_tma(gpu: Gpu, page_size: int) -> bool:
 def uses_mma(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> bool:  # fmt: skip
-    """True if the tensor-core kernels run a model's decode passes. Else `_decode_kernel` runs all rows.
+    """True if a model's decode passes run the tensor-core kernels. Otherwise `_decode_kernel` runs all rows.
 
     Args:
         gpu: the device.
@@ -122,7 +131,10 @@ def uses_mma(
 def described(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> str:  # fmt: skip
-    """Names the decode kernels; for the portable one also the reason. For the arguments see `uses_mma`."""
+    """Describes the decode kernels that run in a sentence, with the reason if it is the portable kernel.
+
+    For the arguments see `uses_mma`.
+    """
     if uses_mma(gpu, itemsize, dim, page_size, capacity, cached):
         early = "decode_mma" if cached in (None, itemsize) else "decode_mma_batch, K and V in 8 bits"
         if capacity <= LATE_FROM:
@@ -130,7 +142,7 @@ def described(
         return f"tensor-core kernels ({early}, from position {LATE_FROM} on decode_tma_sm90)"
     fast = "the tensor-core kernels"
     if itemsize != 2:
-        why = f"{fast} take queries of 16 bits alone"
+        why = f"{fast} take only queries of 16 bits"
     elif dim not in MMA_DIMS:
         why = f"head_dim is {dim}, and {fast} take {' and '.join(map(str, MMA_DIMS))}"
     elif not gpu.pdl:
@@ -142,13 +154,13 @@ def described(
 
 # --- where keys are split ---
 
-# (first position, keys in a split from there on). Splits are whole blocks of 128 keys and end at the next position. The
-# bits of a late row depend on this table, but not on the length of a cache or a pass
+# (position, number of keys in a split from there on). Splits are whole blocks of 128 keys, and none extends over the
+# next position of the table. The bits of a late row depend on this table, but not on the size of a cache or a pass
 LATE_SPLITS: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), (16384, 1024), (65536, 2048))
 
 
 def split_sizes() -> tuple[tuple[int, int, int], ...]:
-    """Returns LATE_SPLITS as (first position, keys of a split, number of the first split)."""
+    """Returns LATE_SPLITS as (position, keys of a split from there on, index of the first of these splits)."""
     found: list[tuple[int, int, int]] = []
     for position, keys in LATE_SPLITS:
         before = found[-1] if found else (0, 1, 0)
@@ -168,18 +180,18 @@ def late_splits(room: int) -> int:
 
 
 def early_and_late(begin: int, room: int) -> tuple[int, int]:
-    """Returns the largest number of splits of (an early row, a late row) at positions begin .. room-1.
+    """Returns the largest numbers of splits of an early and of a late row, for rows at positions begin .. room - 1.
 
-    The number is 0 if there are no such rows.
+    A number is 0 if there can be no such row.
     """
     early = early_splits(min(room, LATE_FROM)) if begin < LATE_FROM else 0
     return early, late_splits(room) if room > LATE_FROM else 0
 
 
 def partial_sums(*splits: int) -> int:
-    """Returns the number of partial sums of a row: the largest of the given numbers of splits.
+    """Returns the number of partial results that a row needs memory for, given the numbers of splits of all kernels.
 
-    0 if none is above 1, because one split needs no partial sum.
+    A row with one split needs none.
     """
     return max(each if each > 1 else 0 for each in splits)
 
@@ -187,7 +199,7 @@ def partial_sums(*splits: int) -> int:
 def split_keys_for(max_positions: int, dim: int) -> int:
     """Returns the number of keys in a split of `_decode_kernel`.
 
-    It depends on the largest number of positions, not on the number in use.
+    It depends on the largest number of positions of a row, not on the number in use, and on head_dim.
     """
     if max_positions <= 4096:
         return 64 if padded_dim(dim) == 256 else 128
@@ -195,7 +207,7 @@ def split_keys_for(max_positions: int, dim: int) -> int:
 
 
 def work_sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
-    """Returns the number of elements of (counters, partial sums) that are enough for every decode pass with any kernel.
+    """Returns the numbers of counters and of fp32 partial results that are enough for every decode pass and kernel.
 
     Args:
         max_rows: B * Q of the largest pass.
@@ -233,7 +245,7 @@ EARLY = {(2, 256)}  # tiles with which the kernel uses positions, write mask and
 
 
 def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
-    """Plans the launch of `_decode_kernel`."""
+    """Plans the launch of `_decode_kernel` for queries of `itemsize` bytes an element, and `splits` splits of a row."""
     block_d = padded_dim(sizes.dim)
     tile = TILES[itemsize, block_d]
     constants = {"HEAD_DIM": sizes.dim, "BLOCK_D": block_d}
@@ -248,18 +260,19 @@ def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
 # by head_dim: registers per thread, and CTAs per SM with this number
 MMA_REGISTERS, CTAS_PER_SM = {64: 168, 128: MAX_REGISTERS}, {64: 3, 128: 2}
 MAX_ROW_GROUPS = 4  # groups of 8 query rows in a tile
-# (capability, SMs) of a GPU, by head_dim: a pass of up to this many groups of 8 rows has tiles of one group. Measured
-# on H100 and H200. Other GPUs use half their number of SMs, which is not measured
+# largest number of groups of 8 query rows in a pass whose tiles have one group, by (capability, SMs) of the GPU, and by
+# head_dim. Measured on H100 and H200. Other GPUs use half their number of SMs, which is not measured
 MAX_SINGLE_GROUPS = {((9, 0), 132): {64: 64, 128: 63}}
-# splits that a CTA with its own SM reads at a time, each by its own warps. With fewer CTAs there are fewer partial sums
-# to combine, and none if one CTA has all splits of a tile
+# number of splits that a CTA with its own SM reads at a time, each by warps of its own. With fewer CTAs there are fewer
+# partial results to combine, and none if one CTA has all splits of a tile
 CONCURRENT_SPLITS = 2
 
 
 def max_ctas_alone(gpu: Gpu) -> int:
-    """Returns the largest number of CTAs that have two warps per part of a split, and an SM of their own.
+    """Returns the largest number of CTAs of a `fragment_kernel` launch that has two warps for each part of a split.
 
-    With fewer threads, the next kernel's early CTAs on the same SM would slow them down.
+    Each of these CTAs has an SM of its own. With fewer threads, CTAs of the next kernel, which start early on the same
+    SM, would slow them down.
     """
     return gpu.sms // 2
 
@@ -271,7 +284,7 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
         gpu: the device.
         sizes: sizes of the pass.
         splits: number of splits of the longest row of the pass.
-        narrow: True if K and V have 8 bits. Only `batch_kernel` reads these, even with one split per CTA.
+        narrow: True if K and V have 8 bits. Then it is `batch_kernel`, because `fragment_kernel` cannot read them.
     """
     groups = tile_groups(gpu, sizes)
     tiles = sizes.pairs * cdiv(cdiv(sizes.num_rows, ROW_GROUP), groups)
@@ -288,16 +301,16 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
 
 
 def even_groups(num_rows: int, max_groups: int) -> int:
-    """Returns the number of groups of 8 rows in a tile, at most `max_groups`. Tiles then have about the same size."""
+    """Returns the number of groups of 8 query rows in a tile, at most `max_groups`, such that tiles are about equal."""
     groups = cdiv(num_rows, ROW_GROUP)
     return cdiv(groups, cdiv(groups, max_groups))
 
 
 def tile_groups(gpu: Gpu, sizes: Pass) -> int:
-    """Returns the number of groups of 8 query rows in a tile. A tile reads K and V once.
+    """Returns the number of groups of 8 query rows in a tile. Each tile reads K and V once.
 
-    It is 1 for small passes. Else it is the least of 2 .. MAX_ROW_GROUPS with no more tiles than SMs, or MAX_ROW_GROUPS
-    with tiles of about the same size.
+    It is 1 for small passes. Otherwise it is the smallest of 2 .. MAX_ROW_GROUPS with no more tiles than SMs. If none
+    of these is enough, it is the result of `even_groups` for MAX_ROW_GROUPS.
     """
     groups = cdiv(sizes.num_rows, ROW_GROUP)
     single = MAX_SINGLE_GROUPS.get((gpu.capability, gpu.sms), {}).get(sizes.dim, gpu.sms // 2)
@@ -308,17 +321,24 @@ def tile_groups(gpu: Gpu, sizes: Pass) -> int:
 
 
 def reads_concurrently(gpu: Gpu, dim: int, tiles: int, groups: int, splits: int) -> bool:
-    """True if a CTA reads CONCURRENT_SPLITS splits at a time, on an SM of its own.
+    """True if a CTA of `batch_kernel` has an SM of its own and reads CONCURRENT_SPLITS splits at a time.
 
-    True if one CTA then has all splits of a tile, or if the number of warps stays the same. False for few tiles of one
-    group, because they are faster with more CTAs. False if there are at most CONCURRENT_SPLITS splits.
+    True if one CTA then has all splits of a tile, or if an SM has as many warps as otherwise. False for few tiles of
+    one group, because they are faster with more CTAs. False if there are at most CONCURRENT_SPLITS splits.
+
+    Args:
+        gpu: the device.
+        dim: head_dim.
+        tiles: number of tiles of the pass.
+        groups: number of groups of 8 query rows in a tile.
+        splits: number of splits of the longest row of the pass.
     """
     as_many_warps = groups > 1 and CTAS_PER_SM[dim] <= CONCURRENT_SPLITS
     return splits > CONCURRENT_SPLITS and tiles <= gpu.sms and (as_many_warps or tiles > gpu.sms // 2)
 
 
 def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: bool) -> int:
-    """Returns the number of CTAs that share the splits of a tile, so that all CTAs run at once. 0: one CTA per split.
+    """Returns the number of CTAs that divide the splits of a tile, so that all CTAs run at once. 0: one CTA per split.
 
     Args:
         gpu: the device.
@@ -335,24 +355,24 @@ def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: 
 
 # --- decode/tma_sm90.py and decode/combine.py ---
 
-# keys in a tile, by head_dim; splits are whole tiles. The bits of a row depend on it
+# number of keys in a tile, by head_dim; splits are whole tiles. The bits of a row depend on it
 TMA_TILE_KEYS = {64: 128, 128: 64}
-# (CTAs per SM, bytes of K and V in the pipeline of each). First entry: up to MAX_DEEP_TILES tiles, which have few
-# splits for many CTAs. Second entry: more tiles; of two CTAs on an SM one reads while the other begins or ends
+# (CTAs per SM, bytes of K and V in the pipeline of each). First entry: for up to MAX_DEEP_TILES tiles, whose CTAs have
+# few splits each. Second entry: for more tiles; of two CTAs on an SM, one reads while the other begins or ends
 TMA_PIPELINES, MAX_DEEP_TILES = ((1, 112 * 1024), (2, 64 * 1024)), 31
-# for 8-bit K and V (CTAs per SM, tiles in the pipeline of each, converted 16-bit tiles). First entry: if one CTA per SM
-# has at most two splits. Second entry: all other passes
+# the same for 8-bit K and V: (CTAs per SM, tiles in the pipeline of each, tiles that are converted to 16 bits). First
+# entry: if tiles have at most two splits per SM in all. Second entry: for other passes
 NARROW_PIPELINES = ((1, 8, 6), (2, 4, 4))
-TMA_REGISTERS = 128  # per thread of five warps; the loading warp gives most of its own to the others
+TMA_REGISTERS = 128  # per thread of the five warps; the warp that loads gives most of its registers to the others
 MAX_CTAS_PER_TILE = 8  # a tile has more CTAs only if the tiles are too few to fill the device
 CTA_OVERHEAD = 0.02  # time of start and end of a CTA, as a fraction of the time for a tile's keys
-GATHER_REGISTERS = 255  # per thread: a warp holds two sets of partial sums
+GATHER_REGISTERS = 255  # per thread: a warp holds two sets of partial results
 
 
 def ctas_of_late_tile(tiles: int, resident: int) -> int:
-    """Returns the number of CTAs that share the splits of a tile, if `resident` CTAs run at a time.
+    """Returns the number of CTAs that divide the splits of a tile, if `resident` CTAs run on the GPU at a time.
 
-    It minimises the number of waves times the time of a CTA.
+    It minimises the number of waves of CTAs times the time of one CTA.
     """
     max_ctas = max(resident // tiles, MAX_CTAS_PER_TILE)
     return min(range(1, max_ctas + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))

@@ -1,4 +1,4 @@
-"""Causal attention of many query rows over a paged KV cache on CUDA, with grouped heads and sliding windows.
+"""Causal grouped-query attention of prefill chunks over a paged KV cache on CUDA, with sliding windows.
 
     out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
@@ -7,20 +7,20 @@
 |--------------|---------------------------------------|-----------------------------------------------------|
 | query        | [B, Q, H, D] bf16, fp16 or fp32       | contiguous                                          |
 | keys, values | [num_pages, page_size, Hkv, D]        | query's dtype, contiguous; may exceed 2^31 elements |
-| block_table  | [B, P] int64                          | rows may be views of a longer table                 |
+| block_table  | [B, P] int64                          | rows may be views of longer rows                    |
 | positions    | [B, Q] int64                          | >= 0                                                |
 | sinks        | [H] fp32 or query's dtype             | contiguous; None: none                              |
 
-Used for prompt chunks; dispatch.py runs the decode passes. A CTA takes a tile of query rows of one head and all keys
-that they see. The algorithm is that of FlashAttention-2 (Dao 2023, arXiv 2307.08691): online softmax over blocks of
-keys. Blocks that every row of the tile sees are computed without a mask:
+Decode passes have other kernels (dispatch.py). A CTA takes a tile of query tokens of one head, and all keys that they
+see. The algorithm is FlashAttention-2 (Dao 2023, arXiv 2307.08691): online softmax over blocks of keys. Blocks that
+every token of the tile sees are computed without a mask:
 
-    keys        0 ........... oldest row's position ......... newest row's position
+    keys        0 ........... oldest token's position ....... newest token's position
     blocks      [ no mask ][ no mask ][ mask ][ mask ]      (with a window: all with a mask)
 
-Products accumulate in fp32; fp32 inputs use IEEE precision. Slots after a tile's newest position are not read, because
-they may hold NaN. A block that is masked for a row does not change its bits. A block that the row sees has the same
-bits with the mask and without.
+Products accumulate in fp32; fp32 inputs use IEEE precision. Cache slots after a tile's newest position are not read,
+because they may hold NaN. A block that is completely masked for a token does not change its bits. A block that the
+token sees gives the same bits with the mask and without.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 _LOG2E = tl.constexpr(LOG2E)
 
-# by (element size, head_dim padded to a power of two): needs at most 99 KiB of shared memory, which every GPU has
+# by (element size, head_dim padded to a power of two): tiles that need at most 99 KiB of shared memory, which every GPU
+# has
 LAUNCH = {
     (2, 16): Tiles(64, 64, 4, 3),
     (2, 32): Tiles(64, 64, 4, 3),
@@ -57,15 +58,15 @@ LAUNCH = {
     (4, 256): Tiles(16, 16, 8, 1),
     (4, 512): Tiles(16, 16, 8, 1),
 }
-# for wgmma: GPUs with LARGE_SHARED bytes of shared memory per block
+# larger tiles for wgmma, for GPUs with LARGE_SHARED bytes of shared memory for one CTA
 LARGE = {
     (2, 64): Tiles(128, 128, 8, 3),
     (2, 128): Tiles(128, 128, 8, 3),
     (2, 256): Tiles(128, 32, 8, 2),
 }
 LARGE_SHARED = 225 * 1024
-# if tiles of LARGE would leave SMs idle, or half of their rows were padding: half the rows and half the warps, so that
-# a row keeps its bits
+# used instead if tiles of LARGE would leave SMs idle, or if half of their rows were padding. They have half the rows
+# and half the warps, so that a row keeps its bits
 HALVES = {
     (2, 64): Tiles(64, 128, 4, 3),
     (2, 128): Tiles(64, 128, 4, 3),
@@ -74,11 +75,11 @@ HALVES = {
 
 @triton.jit
 def pages_of(cache, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Loads the page numbers of keys first .. first + BLOCK_N - 1: [BLOCK_N], or one number if a single page holds them
-    all.
+    """Loads the page numbers of the keys at positions first .. first + BLOCK_N - 1.
 
-    It loads the lower 32 bits as two 16-bit halves. A pipelined loop does not stage such narrow loads through shared
-    memory.
+    They are int64 [BLOCK_N], or one number if PAGE_SIZE is a multiple of BLOCK_N. `cache` has one row of the block
+    table (`cache_of_row`). The lower 32 bits are loaded as two 16-bit halves, because Triton's pipelined loops do not
+    stage such narrow loads through shared memory.
     """
     at = first
     if PAGE_SIZE % BLOCK_N != 0:
@@ -100,10 +101,12 @@ def slots_of(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Computes the offsets in the cache of keys from `first` on, from the result of `pages_of`.
+    """Returns offsets in the cache of the keys at positions first .. first + BLOCK_N - 1, for one KV head.
+
+    `page` is the result of `pages_of`.
 
     Returns:
-        (offset of the block, offsets [BLOCK_N, 1] within it).
+        Offset of the block of keys, 0 if they are on several pages; and offsets [BLOCK_N, 1] of the keys from it.
     """
     key = tl.arange(0, BLOCK_N)
     if PAGE_SIZE % BLOCK_N == 0:
@@ -116,7 +119,7 @@ def slots_of(
 
 @triton.jit
 def tanh(x):
-    """Computes tanh(x) with a relative error of 3 * 2^-23. Uses an odd polynomial near zero, elsewhere a power of 2."""
+    """Computes tanh(x) with a relative error of 3 * 2^-23: by an odd polynomial near zero, elsewhere by exp2."""
     squared = x * x
     series = -0.006276390049606562 * squared + 0.021116215735673904
     series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
@@ -127,7 +130,7 @@ def tanh(x):
 
 @triton.jit
 def sink_of(scoring, head):
-    """Loads the sinks of these heads as scores: times log2(e)."""
+    """Loads the sinks of some heads, times log2(e), as other scores. `scoring` is `Scoring`."""
     return tl.load(scoring.sinks + head).to(tl.float32) * _LOG2E
 
 
@@ -152,7 +155,16 @@ def _attend_blocks(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Runs the online softmax over keys begin .. stop-1. Without MASKED every row sees all keys, in whole blocks."""
+    """Continues the online softmax of a tile of query tokens with the keys at positions begin .. stop - 1.
+
+    Args:
+        q: queries [ROWS, BLOCK_D].
+        top, total, out: state of the softmax, which is returned: largest score [ROWS], sum of 2^(score - top) [ROWS],
+            sum of values with these weights [ROWS, BLOCK_D].
+        position: position of each query token [ROWS].
+        kv_head: KV head.
+        MASKED: True to mask keys that a token does not see. False if all tokens see all keys, in whole blocks.
+    """
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         at = first + tl.arange(0, BLOCK_N)
         page = pages_of(cache, first, PAGE_SIZE, BLOCK_N)
@@ -253,14 +265,17 @@ def _flash_kernel(
 def launch_of(
     device: torch.device, itemsize: int, block_d: int, converted: bool = False, heads: int = 0, rows: int = 0
 ) -> Tiles:
-    """Returns the tile sizes for a device: LARGE if its shared memory is large enough, else smaller ones.
+    """Returns the tile sizes for a device and a pass: from LARGE, HALVES or LAUNCH.
 
     Heads of size 256 with an 8-bit cache use small tiles, because the conversion needs registers.
 
     Args:
+        device: device of the model.
+        itemsize: bytes of an element of queries.
+        block_d: head_dim padded to a power of two.
         converted: True for an 8-bit cache.
-        heads: query heads of all rows of the batch.
-        rows: query tokens of one row; 0: many.
+        heads: number of rows of the batch times query heads.
+        rows: number of query tokens of one row. 0: many.
     """
     small = LAUNCH[itemsize, block_d]
     if (converted and block_d > 128) or shared_memory(device) < LARGE_SHARED:
@@ -285,10 +300,13 @@ def paged_attention(
     out: Tensor | None = None,
     kv_scales: KVScales | None = None,
 ) -> Tensor:
-    """Computes `reference.paged_attention`. `tiling` is ignored, because rows are invariant with any tiles.
+    """Computes causal attention over a paged KV cache, as `reference.paged_attention`, in one launch.
 
     Args:
-        out: the output, contiguous and shaped like query; may be query itself.
+        query, keys, values, block_table, positions, num_blocks, rule, sinks, kv_scales: see
+            `reference.paged_attention`.
+        tiling: not read, because a row's bits never depend on other rows here.
+        out: the output, contiguous and shaped like query; may be query itself. None: a new tensor.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other, or a head_dim without tiles.

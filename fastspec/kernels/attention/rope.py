@@ -1,4 +1,4 @@
-"""Head norms, rotary embedding and K/V append on CUDA: device code for dispatch.py, and one launch for a prompt chunk.
+"""Head norms, rotary embedding and K/V append on CUDA: device code for all kernels, and a launch for prefill chunks.
 
     x -> rmsnorm(x) over D, if the model has it;  (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin),  x = [x1 | x2]
 
@@ -8,11 +8,11 @@
 | cos, sin     | [positions, D/2] fp32                    | contiguous; both None: no rotation        |
 | keys, values | [num_pages, page_size, Hkv, D], as qkv   | contiguous; may exceed 2^31 elements      |
 |              | or e4m3                                  | then `kv_scales` are given                |
-| block_table  | [B, P] int64                             | rows may be views of a longer table       |
-| positions    | [B, Q] int64                             | >= 0; beyond the table: its last row      |
+| block_table  | [B, P] int64                             | rows may be views of longer rows          |
+| positions    | [B, Q] int64                             | >= 0; limited to the last row of cos, sin |
 | write_mask   | [B, Q] bool                              | False: K/V are not stored                 |
 
-One function stores K for decode and prompts, in tiles of NEW_ROWS rows and four warps. So the norm's sum has the same
+`append` stores K in decode and prefill, in tiles of NEW_ROWS tokens and four warps. So the norm's sum has the same
 order in both. Callers launch with enable_fp_fusion=False, so every product is rounded. The result has the bits of the
 torch definition, except for the norm: torch sums in another order.
 """
@@ -31,29 +31,29 @@ from fastspec.kernels.common.kv_scales import scales_of
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.reference.attention import HeadsCall
 
-NEW_ROWS = tl.constexpr(8)  # number of new K/V rows stored at a time
+NEW_ROWS = tl.constexpr(8)  # number of new tokens whose K and V are stored at a time
 NUM_WARPS = 4
 
 
 @triton.constexpr_function
 def _chunk_rows(block_d: int) -> int:
-    """Returns the rows of one head per CTA of a prompt chunk.
-
-    There are fewer rows of the widest heads, because these need more registers.
-    """
+    """Returns the number of tokens per CTA of `_rotate_kernel`: fewer for the widest heads, which need registers."""
     return 32 if block_d <= 256 else 8
 
 
 @triton.jit
 def cache_of_row(cache, batch):
-    """Returns the cache with one row of its block table."""
+    """Returns a `PagedCache` whose `block_table` points to row `batch` of the table."""
     table = cache.block_table + batch * cache.table_stride
     return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
 
 @triton.jit
 def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns (element of the head, True if there is one) for each of BLOCK_D columns; each half is padded."""
+    """Returns, for each of BLOCK_D columns, its element of a head, and True if it is not padding.
+
+    Each half of the head is padded from HEAD_DIM / 2 to BLOCK_D / 2 columns.
+    """
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D)
     if HEAD_DIM == BLOCK_D:
@@ -65,7 +65,10 @@ def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _scaled(x, factor, weight):
-    """Returns weight * (x * factor), rounded to x's dtype after each product. With an fp32 weight rounded only once."""
+    """Returns weight * (x * factor) in x's dtype: the last part of an RMSNorm of heads x [R, n].
+
+    Each product is rounded. With an fp32 weight only the result is rounded. factor is [R], weight [n].
+    """
     normed = x.to(tl.float32) * factor[:, None]
     if weight.dtype != tl.float32:
         normed = normed.to(x.dtype).to(tl.float32)
@@ -74,10 +77,14 @@ def _scaled(x, factor, weight):
 
 @triton.jit
 def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Normalises and rotates heads with halves x1, x2 [R, BLOCK_D / 2], which are zero beyond HEAD_DIM / 2.
+    """Applies RMSNorm and rotary embedding to R heads, given as halves x1, x2 [R, BLOCK_D / 2]. Returns both halves.
 
-    `norm_ptr` is one of the norm weights of `tokens`. `position` [R] is the position of each head's token. `valid` is
-    False for padding.
+    Args:
+        x1, x2: zero beyond HEAD_DIM / 2.
+        position: position of each head's token [R].
+        valid: False for padding [R].
+        tokens: `NewTokens`.
+        norm_ptr: weight of the norm, `q_norm` or `k_norm` of `tokens`. None: no norm.
     """
     HALF: tl.constexpr = HEAD_DIM // 2
     column = tl.arange(0, BLOCK_D // 2)
@@ -103,7 +110,10 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def as_stored(x, factor, DTYPE: tl.constexpr):
-    """Converts x to the cache's dtype, see kv_scales.py. Computes e4m3 from bits, because GPUs convert differently."""
+    """Converts x to DTYPE, the cache's dtype: e4m3(x * factor), or x unchanged if factor is None.
+
+    e4m3 is computed from the bits of x, because GPUs convert differently.
+    """
     if factor is None:
         return x
     else:
@@ -134,9 +144,14 @@ def new_places(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Loads (index, position, slot in the cache, True if stored) of rows first_row .. first_row + NEW_ROWS - 1.
+    """Loads where K and V of new tokens number first_row .. first_row + NEW_ROWS - 1 of a row belong.
 
-    The preceding product writes none of these. Loads bypass L1, because it may hold old contents of this memory.
+    The preceding matrix product writes nothing that is loaded here. Loads bypass L1, because it may hold old contents
+    of this memory.
+
+    Returns:
+        For each token [NEW_ROWS]: its index in [B, Q], its position, the offset of its KV head in the cache, and True
+        if K and V are to be stored. They are if its write mask is True, and its position is in start .. stop - 1.
     """
     row = first_row + tl.arange(0, NEW_ROWS)
     at = batch * num_queries + row  # int64, because batch is
@@ -163,7 +178,10 @@ def append(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores K and V of rows first_row .. first_row + NEW_ROWS - 1 in the slots of `places`."""
+    """Norms and rotates K of new tokens first_row .. first_row + NEW_ROWS - 1, and stores their K and V.
+
+    `places` is the result of `new_places`.
+    """
     at, position, slot, stored = places
     is_new = first_row + tl.arange(0, NEW_ROWS) < num_queries
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -199,7 +217,10 @@ def _rotate_kernel(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rotates and stores heads. Program (rows, head, batch): heads below H are queries, the others are K with its V."""
+    """Norms and rotates heads. Program (tile of tokens, head, row of the batch) has one head of some tokens.
+
+    Heads below H are query heads, written to the output. Each other one is a KV head, whose K and V go to the cache.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -230,10 +251,15 @@ def _rotate_kernel(
 
 
 def store_heads(call: HeadsCall) -> Tensor:
-    """Stores K and V, and returns the queries; see `Ops.store_heads`. Does not write to page 0.
+    """Norms and rotates queries and keys, and writes K and V to the cache, as `Ops.store_heads`, in one launch.
+
+    It does not write to page 0 of the cache.
+
+    Returns:
+        The queries [B, Q, H, D].
 
     Raises:
-        ValueError: shapes, dtypes or layouts other than above.
+        ValueError: shapes, dtypes or layouts other than in the table above.
     """
     check_heads(call)
     qkv, num_heads = call.qkv, call.num_heads

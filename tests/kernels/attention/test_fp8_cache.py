@@ -202,5 +202,5 @@ def test_which_kernels_read_8_bits() -> None:
     said = described(hopper, 2, 128, 64, 32768, FP8.itemsize)
     assert said == ("tensor-core kernels (decode_mma_batch, K and V in 8 bits, from position 4352 on decode_tma_sm90)")
     said = described(hopper, 4, 128, 64, 32768, FP8.itemsize)
-    assert said == "the portable kernel (decode): the tensor-core kernels take queries of 16 bits alone"
+    assert said == "the portable kernel (decode): the tensor-core kernels take only queries of 16 bits"
     assert "head_dim is 96" in described(hopper, 2, 96, 64, 32768, FP8.itemsize)

@@ -245,7 +245,7 @@ def test_sinks_in_the_models_dtype_are_read_as_such() -> None:
         ((9, 0), 2, 128, 64, 4352, r"^tensor-core kernels \(decode_mma\)$"),
         ((9, 0), 2, 64, 64, 8192, "from position 4352 on decode_tma_sm90"),
         ((9, 0), 2, 256, 64, 4352, "portable kernel.*head_dim is 256, .* take 64 and 128"),
-        ((9, 0), 4, 128, 64, 4352, "portable kernel.*queries of 16 bits alone"),
+        ((9, 0), 4, 128, 64, 4352, "portable kernel.*only queries of 16 bits"),
         ((8, 0), 2, 128, 64, 4352, "portable kernel.*run on sm_90 and later"),
         ((10, 0), 2, 128, 64, 8192, "portable kernel.*8192 positions, and beyond 4352 .* need sm_90"),
     ],

@@ -1,1 +1,1 @@
-"""Decode attention: a portable kernel for every GPU, and kernels for tensor cores and for TMA."""
+"""Attention kernels of decoding: a portable one for every GPU, and others for tensor cores and for TMA."""

@@ -1,4 +1,4 @@
-"""Combines the partial sums of a row's splits: in the CTA that finishes last, or in a launch of its own.
+"""Combines the partial results of a row's splits: in the CTA that finishes last, or in a launch of its own.
 
 | function         | called by                                                | combines                        |
 |------------------|----------------------------------------------------------|---------------------------------|
@@ -6,7 +6,8 @@
 | `combine_splits` | mma.py and mma_batch.py, by the CTA that finishes last   | the stored splits of a tile     |
 | `gather_kernel`  | after `shares_kernel` of tma_sm90.py, a CTA for each row | the stored splits of a row      |
 
-A partial sum of a split is (mean, weight): the average of its values, and log2 of the sum of their softmax weights.
+The partial result of a split is (mean, weight). mean is the attention output over the split's keys: the average of
+their values. weight is their log-sum-exp in base 2: log2 of the sum of 2^score.
 
     weight = log2(2^weight_1 + 2^weight_2 + ...),   mean = (2^weight_1 mean_1 + 2^weight_2 mean_2 + ...) / 2^weight
 """
@@ -38,17 +39,17 @@ from fastspec.kernels.common.gluon_compat import thread_barrier
 # --- within mma.py and mma_batch.py ---
 
 
-# number of partial sums loaded together: for rows with few splits, and for others
+# number of partial results that are loaded together: for rows with few splits, and for others
 MIN_SUMS_IN_FLIGHT = gl.constexpr(4)
 MAX_SUMS_IN_FLIGHT = gl.constexpr(8)
 
 
 @gluon.jit
 def joined(top, total, out, weight, mean):
-    """Adds the partial sum of one more split, as stored by `store_partial`, to the state (top, total, out).
+    """Adds the partial result (mean [R, D], weight [R]) of one more split to the state of an online softmax.
 
-    The state's average is out [R, D] / total [R]; top [R] is a log2 as well. A split without keys for a row has weight
-    = -inf and does not change the row's bits.
+    The state is (top [R], total [R], out [R, D]): the largest weight, the sum of 2^(weight - top), and the sum of means
+    with these factors. A split without keys for a row has weight = -inf and does not change the row's bits.
     """
     new_top = gl.maximum(top, weight)
     fade, share = gl.exp2(top - shift_of(new_top)), gl.exp2(weight - shift_of(new_top))
@@ -58,7 +59,7 @@ def joined(top, total, out, weight, mean):
 
 @gluon.constexpr_function
 def _row_layout(D, WARPS):
-    """Layout of rows [128 / D for each warp, D]: a lane has 4 values of a head."""
+    """Returns the layout of rows [R, D]: a warp has 128 / D rows, and a lane 4 neighbouring values of a row."""
     return gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
 
 
@@ -82,10 +83,10 @@ def _combine(
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
-    """Writes the output of a tile of G groups of rows: joins splits first .. last in ascending order.
+    """Combines the stored splits first .. last of a tile in ascending order, and writes the tile's output.
 
-    AT_ONCE partial sums of each row are loaded before the first is used. Loads bypass L1, because it may hold old
-    contents of this memory.
+    A tile has G groups of 8 query rows. AT_ONCE partial results of each row are loaded before the first is used. Loads
+    bypass L1, because it may hold old contents of this memory.
     """
     layout: gl.constexpr = _row_layout(D, WARPS)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -122,9 +123,9 @@ def _combine(
 
 @gluon.jit
 def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
-    """Allocates shared memory for the state of an online softmax of R rows.
+    """Allocates shared memory for the state (top, total, out) of `joined` for R rows, without any split yet.
 
-    It contains no split yet; `join` adds them.
+    `join` adds splits. For REGROUP see `merge_parts`.
     """
     layout: gl.constexpr = merged_layout(gl.num_warps(), R, D, REGROUP)
     row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -137,9 +138,10 @@ def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 @gluon.jit
 def join(memory, splits):
-    """Adds `splits`, the result of `merge_parts`, to the online softmax in `memory`, the result of `softmax_memory`.
+    """Adds splits to the state of an online softmax in shared memory.
 
-    Returns (average [R, D], weight [R]) of all splits added until now.
+    `memory` is the result of `softmax_memory`, `splits` that of `merge_parts`. Returns (mean [R, D], weight [R]) of all
+    splits added until now.
     """
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -173,7 +175,10 @@ def combine_splits(
     G: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Combines splits first .. last of a tile, in the CTA that stores the last of them. A counter finds this CTA."""
+    """Combines the stored splits first .. last of a tile and writes its output, in the CTA that finishes last.
+
+    All CTAs of the tile call it after they have stored their splits. A counter tells which of them is the last.
+    """
     thread_barrier()  # threads read the stores of other threads below, and one thread increments the counter for all
     if gl.atomic_add(count_ptr, mine, sem="acq_rel") + mine <= last - first:
         return
@@ -191,7 +196,7 @@ def combine_splits(
 
 
 GATHER_WARPS = gl.constexpr(4)
-# neighbouring splits that a warp takes at a time; the bits of a row depend on this and on GATHER_WARPS
+# number of neighbouring splits that a warp loads at a time; the bits of a row depend on this and on GATHER_WARPS
 SPLITS_PER_WARP = gl.constexpr(8)
 
 
@@ -199,10 +204,12 @@ SPLITS_PER_WARP = gl.constexpr(8)
 def _left(
     mean_ptr, weight_ptr, begin, first, last, row, rows, D: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """Loads the partial sums for each warp: SPLITS_PER_WARP of the splits, starting at split `begin`.
+    """Loads the partial results of a row for WARPS * SPLITS_PER_WARP splits, starting at split `begin`.
+
+    Splits outside first .. last get weight -inf.
 
     Returns:
-        Averages [WARPS, SPLITS_PER_WARP, D], and their weights as log2 [WARPS, SPLITS_PER_WARP, 1].
+        mean [WARPS, SPLITS_PER_WARP, D] and weight [WARPS, SPLITS_PER_WARP, 1].
     """
     number = begin + _along(WARPS, 0, layout) * SPLITS_PER_WARP + _along(SPLITS_PER_WARP, 1, layout)
     there = (number >= first) & (number <= last)
@@ -215,7 +222,7 @@ def _left(
 
 @gluon.jit
 def _taken(top, total, out, means, weights):
-    """Adds partial sums, the result of `_left`, to the state (top, total, out) of each warp."""
+    """Adds partial results, as `_left` returns them, to the state (top, total, out) of each warp; see `joined`."""
     new_top = gl.maximum(top, gl.max(weights, axis=1))
     shift = shift_of(new_top)
     weights = gl.exp2(weights - gl.expand_dims(shift, 1))
@@ -225,7 +232,7 @@ def _taken(top, total, out, means, weights):
 
 @gluon.jit
 def _average(top, total, out):
-    """Adds the states of all warps in order. Returns the average [D] and its weight [1] as log2."""
+    """Combines the states of all warps in order. Returns mean [D] and weight [1] of their splits."""
     WARPS: gl.constexpr = out.shape[0]
     all_top = gl.max(top, axis=0)
     fade = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
@@ -254,16 +261,14 @@ def gather_kernel(
     TILE: gl.constexpr,  # query rows of a tile of shares_kernel
     PDL: gl.constexpr,
 ):
-    """Combines the splits of one row: CTA i has row i of B * Hkv * Q * GROUP.
+    """Combines the splits of a late row: CTA i has query row i of B * Hkv * Q * GROUP.
 
         split    0 .. 7   8 .. 15   16 .. 23   24 .. 31   32 .. 39   ...     with WARPS = 4, SPLITS_PER_WARP = 8
         warp     0        1         2          3          0          ...
 
     Splits are counted from position 0. A split without keys for a row changes no bit. The kernel mostly waits for
-    memory, so a warp loads its next splits before it adds the previous ones. Each partial sum is loaded by one warp
-    only.
-
-    partial_ptr: see `WorkArea.partials`.
+    memory, so a warp loads its next splits before it adds the previous ones. Each partial result is loaded by one warp
+    only. For partial_ptr see `WorkArea.partials`.
     """
     WARPS: gl.constexpr = GATHER_WARPS
     AT_ONCE: gl.constexpr = WARPS * SPLITS_PER_WARP

@@ -1,6 +1,7 @@
-"""Splits of late rows (plan.py), and loads of K and V as 32-bit words for mma_batch.py.
+"""Numbers of the splits of late rows (plan.py), and loads of K and V as 32-bit words for mma_batch.py.
 
-A loop keeps K and V as int32 words between iterations. Two 16-bit values would be unpacked into separate registers.
+The loop of mma_batch.py keeps K and V as int32 words between iterations. As 16-bit values, the compiler would unpack
+each into a register of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from fastspec.kernels.attention.decode.mma_tiles import KEYS, _along, key_layout
 
 @gluon.jit
 def split_of(position, SPLIT_SIZES: gl.constexpr):
-    """Returns the split that contains a position. SPLIT_SIZES is the result of `plan.split_sizes`."""
+    """Returns the number of the split that contains a position. SPLIT_SIZES is the result of `plan.split_sizes`."""
     split = position // SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         beyond = SPLIT_SIZES[i][2] + (position - SPLIT_SIZES[i][0]) // SPLIT_SIZES[i][1]
@@ -23,7 +24,7 @@ def split_of(position, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def start_of(split, SPLIT_SIZES: gl.constexpr):
-    """Returns the first position of a split."""
+    """Returns the first position of split number `split`. For SPLIT_SIZES see `split_of`."""
     start = split * SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         start = gl.where(
@@ -40,7 +41,10 @@ def words_of(pointer):
 
 @gluon.jit
 def halves(words, DTYPE: gl.constexpr):
-    """Unpacks words [A, B, C] to values [A, B, C, 2]. fp32, only in the interpreter: [A, B, C, 1]."""
+    """Unpacks int32 words [A, B, C] to 16-bit values [A, B, C, 2] of DTYPE.
+
+    In the interpreter DTYPE may be fp32; the result is then [A, B, C, 1].
+    """
     if DTYPE.primitive_bitwidth == 32:
         return gl.expand_dims(words.to(DTYPE, bitcast=True), 3)
     else:
@@ -50,9 +54,9 @@ def halves(words, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _widening(DTYPE, TO, OF, CONTROL):
-    """Returns PTX that converts two e4m3 numbers to DTYPE.
+    """Returns PTX that converts two of the four e4m3 numbers of register OF to a pair of DTYPE in register TO.
 
-    `prmt` moves the bytes that CONTROL selects, with their signs. If the bits of an e4m3 number are shifted to the
+    `prmt` moves the two bytes that CONTROL selects, with their signs. If the bits of an e4m3 number are shifted to the
     exponent field of the other format, they are that number times 2^-120 (fp16: 2^-8). The multiplication corrects
     this.
 
@@ -71,7 +75,7 @@ def _widening(DTYPE, TO, OF, CONTROL):
 
 @gluon.constexpr_function
 def widening_of_four(DTYPE):
-    """Returns PTX of `_widening` that converts a word of four e4m3 numbers to two words."""
+    """Returns PTX that converts a word of four e4m3 numbers ($2) to two words of two values ($0, $1) of DTYPE."""
     return _widening(DTYPE, "$0", "$2", "0x9180") + " " + _widening(DTYPE, "$1", "$2", "0xB3A2")
 
 
@@ -84,20 +88,23 @@ def _two_of_four(words, DTYPE: gl.constexpr, CONTROL: gl.constexpr):
 
 @gluon.jit
 def widened(words, DTYPE: gl.constexpr):
-    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two values, exactly. NaN becomes +-480."""
+    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two values of DTYPE, exactly.
+
+    NaN becomes +-480.
+    """
     two = gl.join(_two_of_four(words, DTYPE, "0x9180"), _two_of_four(words, DTYPE, "0xB3A2"))
     return gl.reshape(two, [words.shape[0], words.shape[1], 2 * words.shape[2]])
 
 
 @gluon.jit
 def _byte(words, PLACE: gl.constexpr, CACHED: gl.constexpr):
-    """Extracts one of the four e4m3 numbers of each word, as fp32. Used by the interpreter."""
+    """Returns e4m3 number PLACE (0..3) of each word as fp32. CACHED is the e4m3 dtype. For the interpreter only."""
     return ((words >> (8 * PLACE)) & 255).to(gl.uint8).to(CACHED, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr):
-    """Unpacks words of K or V to values [S, KEYS, N] of DTYPE. CACHED is the cache's dtype."""
+    """Unpacks int32 words of K or V, whose values have the dtype CACHED, to values [S, KEYS, N] of DTYPE."""
     if CACHED.primitive_bitwidth == 8:
         if DTYPE.primitive_bitwidth == 32:
             even = gl.join(_byte(words, 0, CACHED), _byte(words, 2, CACHED))
@@ -111,9 +118,10 @@ def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr)
 
 @gluon.jit
 def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
-    """Loads the page numbers (int32) of keys first + s * KEYS + key.
+    """Loads the page numbers, int32, of the keys at positions first + s * KEYS + key.
 
-    Loads only one number if all keys of a warp are in one page.
+    `s` and `key` broadcast against each other. `cache` has one row of the block table. If PAGE_SIZE is a multiple of
+    KEYS, all keys of one s are in one page, and the result does not depend on `key`.
     """
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:
@@ -125,7 +133,10 @@ def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Computes (int64 offset, int32 offset), in words, of the keys whose pages `page_of` returned."""
+    """Returns two offsets in the cache, in words, whose sum is that of each key: int64, and int32 within a page.
+
+    `page` is the result of `page_of` for the same first, s and key. WORDS is the number of words of one head.
+    """
     if PAGE_SIZE % KEYS != 0:
         within = (first + s * KEYS + key) % PAGE_SIZE
         return ((page.to(gl.int64) * PAGE_SIZE + within) * KV_HEADS + kv_head) * WORDS, key * 0
@@ -138,7 +149,7 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 def key_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the page numbers of a block of keys, in the layout of `load_keys`."""
+    """Loads the page numbers of S * KEYS keys from position `first` on, as `load_keys` reads them."""
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -147,7 +158,7 @@ def key_pages(
 def value_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the page numbers of a block of keys, in the layout of `load_values`."""
+    """Loads the page numbers of S * KEYS keys from position `first` on, as `load_values` reads them."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -167,9 +178,19 @@ def load_keys(
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Loads words of both halves of a block of K [S, KEYS, WORDS / 2].
+    """Loads S * KEYS keys of a head from position `first` on, as words of both halves of the head.
 
-    Slots from position `high` on may hold NaN, so they must not enter a product.
+    Keys outside low .. high - 1 are not loaded. Cache slots from position `high` on may hold NaN, which must not enter
+    a product.
+
+    Args:
+        words_ptr: the cache of K as int32 words.
+        page: result of `key_pages`.
+        first: position of the first key.
+        kv_head: KV head.
+
+    Returns:
+        Two tensors int32 [S, KEYS, WORDS / 2].
     """
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
@@ -199,7 +220,10 @@ def load_values(
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Loads words of a block of V [S, KEYS, WORDS]. For the arguments see `load_keys`."""
+    """Loads the values of S * KEYS keys as words [S, KEYS, WORDS]. `page` is the result of `value_pages`.
+
+    For the other arguments see `load_keys`.
+    """
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
     slot, offset = _slot(page, first, s, key, kv_head, WORDS, KV_HEADS, PAGE_SIZE)

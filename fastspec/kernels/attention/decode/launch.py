@@ -25,14 +25,14 @@ from fastspec.shapes import AttentionRule
 
 @dataclass(frozen=True, slots=True)
 class DecodingPass:
-    """Arguments of one decode pass, shared by all its launches.
+    """Arguments of the attention of one layer in a decode pass, which all its launches get.
 
     Attributes:
-        tokens: the new tokens; read only.
-        cache: K and V; new ones are written, all are read.
-        out: [B, Q, H * D], written.
-        work: work area for partial sums, written. With more than one split it needs B * Q * H * splits * (D + 1)
-            elements.
+        tokens: the new tokens; only read.
+        cache: the layer's KV cache; K and V of new tokens are written, and all are read.
+        out: [B, Q, H * D], output.
+        work: scratch memory for partial results. With more than one split, `partials` needs
+            B * Q * H * splits * (D + 1) elements.
         pdl: True if the kernels use programmatic dependent launch.
         rule, sinks: arguments of `reference.attend`.
         scales: scales of an 8-bit cache.
@@ -49,7 +49,7 @@ class DecodingPass:
 
     @property
     def num_queries(self) -> int:
-        """Q, the number of new tokens of a row."""
+        """Number of new tokens of each row, Q."""
         return int(self.tokens.positions.shape[1])
 
     @property
@@ -65,13 +65,13 @@ class DecodingPass:
 
     @property
     def sizes(self) -> Pass:
-        """Sizes on which plans depend."""
+        """Sizes of the pass on which launch plans depend."""
         kv_heads, dim = self.cache.k.shape[2:]
         return Pass(self.num_queries * self.group, len(self.tokens.positions) * kv_heads, dim)
 
     @property
     def scoring(self) -> Scoring:
-        """Conversion of products q . k to scores."""
+        """Kernel argument `Scoring`, which converts products q . k to scores."""
         return scoring_of(self.rule, self.sinks, self.sizes.dim, self.scales)
 
 
@@ -91,19 +91,19 @@ def _start(kernel: Any, planned: LaunchPlan, call: DecodingPass, *arguments: Any
 
 
 def start_tiles(call: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
-    """Launches `_decode_kernel` with the plan of `plan.tiles_plan` and `split_keys` keys per split."""
+    """Launches `_decode_kernel`. `planned` is the result of `plan.tiles_plan`, `split_keys` the keys of a split."""
     counts = (split_keys, call.num_queries, call.sizes.pairs)
     arguments = (call.tokens, call.cache, call.out, call.work, *counts, call.scoring)
     _start(_decode_kernel, planned, call, *arguments, PAGE_SIZE=call.cache.k.shape[1])
 
 
 def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
-    """Launches fragment_kernel or batch_kernel. The output of rows with more than `splits` splits is undefined.
+    """Launches `fragment_kernel` or `batch_kernel` for early rows (plan.py).
 
     Args:
-        call: the pass.
-        splits: number of splits of its longest early row.
-        regroup: True to write the rows of `out` in the order in which the next product's TMA pipeline reads them.
+        call: arguments of the pass.
+        splits: number of splits of the longest early row. The output of rows with more splits is undefined.
+        regroup: True to write `call.out` regrouped as packing.py describes, for the TMA pipeline of the next product.
     """
     planned = plan.early_plan(gpu_of(call.out.device), call.sizes, splits, call.narrow)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
@@ -112,11 +112,11 @@ def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
 
 
 def start_late(call: DecodingPass, splits: int) -> None:
-    """Launches shares_kernel, then gather_kernel if there is more than one split.
+    """Launches `shares_kernel` for late rows (plan.py), then `gather_kernel` if there is more than one split.
 
     Args:
-        call: the pass.
-        splits: number of splits of its longest row.
+        call: arguments of the pass.
+        splits: number of splits of the longest row.
     """
     keys, values, partials = call.cache.k, call.cache.v, call.work.partials
     page_size, kv_heads, dim = keys.shape[1:]

@@ -2,10 +2,10 @@
 
     scores [ROWS, KEYS] = q [ROWS, D] K^T [D, KEYS];   out [ROWS, D] += weights [ROWS, KEYS] V [KEYS, D]
 
-K and V are loaded from the cache directly into the tensor core's operands, without shared memory. A lane loads 16
-contiguous bytes, which are its part of two products. mma_tiles.py draws this order. S warps share a block of S * KEYS
-keys. Each warp runs its own online softmax; their results are added in order. Products have ROWS queries. Rows after
-the tile's last query are padding and change no bit of another row.
+K and V are loaded from the cache directly into the registers of tensor-core operands, without shared memory. A lane
+loads 16 contiguous bytes, which are its operand elements of two products. mma_tiles.py describes this order. A split
+has S parts of KEYS keys. Each part has a warp, or two, and an online softmax of its own; the results are added in
+order. Products have ROWS query rows. Rows after the tile's last query row are padding and change no bit of another row.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -70,7 +70,10 @@ def fragment_kernel(
     REGROUP: gl.constexpr,  # True: out is in the order in which the next product's TMA pipeline reads it
     PDL: gl.constexpr,
 ):
-    """Attends to one split of one tile. For the arguments see `_decode_kernel` of portable.py."""
+    """Computes the attention of one tile of query rows over one split, in CTA (tile, split).
+
+    It also stores new K and V in its split. For the arguments see `_decode_kernel` of portable.py.
+    """
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     TILE: gl.constexpr = G * EIGHT

@@ -3,12 +3,13 @@
 If there are more splits than CTAs run at a time, one CTA per split would spend most instructions on queries, positions
 and addresses. So a CTA takes a range of neighbouring splits of its tile:
 
-    splits of a tile   | block 0: AT_ONCE splits | block 1 | block 2 | block 3 | ...      a split is read by S warps
+    splits of a tile   | block 0: AT_ONCE splits | block 1 | block 2 | block 3 | ...      S warps read each split
     CTAs               | CTA 0                             | CTA 1             | ...      about as many blocks each
 
 The kernel computes the number of blocks from the positions, because a captured graph knows only the largest number of
-splits. Loads of the next block begin as soon as a product has taken this block's keys or values from registers. A CTA
-that has all splits of a tile joins them in shared memory and stores no partial sums. The bits are those of mma.py.
+splits. Loads of the next block begin as soon as a product has consumed this block's keys or values from registers. A
+CTA that has all splits of a tile joins them in shared memory and stores no partial results. The bits are those of
+mma.py.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -79,7 +80,10 @@ def batch_kernel(
     REGROUP: gl.constexpr,  # True: out is in the order in which the next product's TMA pipeline reads it
     PDL: gl.constexpr,
 ):
-    """Attends to a range of splits of one tile. For the arguments see `_decode_kernel` of portable.py."""
+    """Computes the attention of one tile of query rows over a range of splits, in CTA (tile, number of the range).
+
+    It also stores new K and V in its splits. For the arguments see `_decode_kernel` of portable.py.
+    """
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS
     ALL: gl.constexpr = S * AT_ONCE

@@ -1,10 +1,10 @@
-"""Device code of mma.py and mma_batch.py: layouts, products with operands in registers, and their partial sums.
+"""Device code of mma.py and mma_batch.py: layouts, products with operands in registers, and partial results of splits.
 
-A product may take its inner index in any order if both operands use the same order. K and q use this order, for each
-range of 32 values of a head, with lane t of 4 and pairs p:
+A product may run over its inner index in any order, if both operands use the same order. K and q use this order in each
+range of 32 values of a head. t = 0..3 is the lane of a group of four, p = 0, 1 the value of a pair:
 
     memory          8 t + 2 j + p     lane t loads its 8 values, j = 0..3, in one 16-byte load
-    operand         8 j + 2 t + p     tensor core, 16 values a product: j = 0, 1 first, then j = 2, 3
+    operand         8 j + 2 t + p     a tensor-core instruction takes 16 values: j = 0, 1 first, then j = 2, 3
 
 V may have its columns in any order, which is undone at the end. A lane's 8 neighbouring values go to 8 products (e, c),
 at column g of each:
@@ -28,37 +28,40 @@ from fastspec.kernels.attention.decode.query_rows import NEVER
 # --- layouts ---
 
 
-PARTS = 4  # parts of a split, with KEYS keys and one softmax each; the bits of a row depend on it
+PARTS = 4  # parts of a split, with KEYS keys and an online softmax each; the bits of a row depend on it
 
 
 @gluon.constexpr_function
 def operands(WARPS, S):
-    """Layout of scores [S, ROWS, KEYS] and of out [S, ROWS, D]. Each of the S parts has one warp or two."""
+    """Returns the layout of tensor-core results: scores [S, ROWS, KEYS], out [S, ROWS, D]. Each s has 1 or 2 warps."""
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, WARPS // S], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
 def _bits(first, stop):
-    """Lists the powers of two from `first` on that are less than `stop`."""
+    """Lists the powers of two from `first` (a power of two) on that are less than `stop` (another one)."""
     return [1 << bit for bit in range(first.bit_length() - 1, stop.bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def _linear(bits, lanes, warps, shape):
-    """Builds a linear layout of a tensor. Those of `bits` that are not in `warps` become bases of registers."""
+    """Returns a linear layout of a tensor. The bases in `bits` that are not in `warps` become register bases."""
     registers = [each for each in bits if each not in warps]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
 
 @gluon.constexpr_function
 def _parts(S):
-    """Returns the layout bits of the first of three axes. They are distributed over warps."""
+    """Returns the bases of the first of three axes, of size S, which is distributed over warps."""
     return [[s, 0, 0] for s in _bits(1, S)]
 
 
 @gluon.constexpr_function
 def key_layout(WARPS, S, D, RUN):
-    """Layout of K [S, KEYS, D]: a lane has RUN neighbouring values of a key; 4 lanes have a key; a load has 8 keys."""
+    """Returns the layout in which K [S, KEYS, D] is loaded.
+
+    A lane has RUN neighbouring values of a key, four lanes load one key, and a load instruction of a warp 8 keys.
+    """
     bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
     lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     return _linear(bits, lanes, [*([[0, 8, 0]] if WARPS == 2 * S else []), *_parts(S)], [S, 32, D])
@@ -66,9 +69,10 @@ def key_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def value_layout(WARPS, S, D, RUN):
-    """Layout of V [S, KEYS, D]: a lane has RUN neighbouring values of a key; 8 lanes have a key; a load has 4 keys.
+    """Returns the layout in which V [S, KEYS, D] is loaded.
 
-    If two warps share a part, each has 64 of 128 values. With 64 values each has half of every lane's RUN values.
+    A lane has RUN neighbouring values of a key, 8 lanes load one key, and a load instruction of a warp 4 keys. If two
+    warps have one s, each has 64 of 128 values. With D = 64 each has half of every lane's RUN values.
     """
     near, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
@@ -78,9 +82,9 @@ def value_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def exchange_memory(S, R, D):
-    """Returns the layout of sums [S, R, D] in shared memory.
+    """Returns the layout of results [S, R, D] in shared memory, through which warps exchange them.
 
-    The values that a lane gets from one tensor-core product are adjacent.
+    The values that a lane gets from one tensor-core instruction are adjacent.
     """
     pair = [[0, 0, 1], *[[0, r, 0] for r in _bits(8, R)]]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
@@ -89,10 +93,10 @@ def exchange_memory(S, R, D):
 
 @gluon.constexpr_function
 def exchange_layout(WARPS, R, D):
-    """Layout of sums [PARTS, R, D] that are read from `exchange_memory`.
+    """Returns the register layout of results [PARTS, R, D] that are read from `exchange_memory`.
 
-    A lane has all PARTS of a sum, and neighbouring columns e. These axes are distributed over warps, in this order: the
-    rest of e, then c, then the other half of the rows (or g).
+    A lane has all PARTS of a result, and neighbouring columns e (see the top of the file). These axes are distributed
+    over warps, in this order: the rest of e, then c, then the other half of the rows (or g).
     """
     half = [[0, 8, 0]] if R == 16 else []
     apart = [*([[0, 0, 64]] if D == 128 else []), [0, 0, 8], *half, [0, 0, 1], [0, 0, 32]]
@@ -103,9 +107,9 @@ def exchange_layout(WARPS, R, D):
 
 @gluon.constexpr_function
 def _columns(bases, REGROUP):
-    """Maps bases [row, column] of a head's columns to the order of `epilogue.regrouped`.
+    """Returns bases [row, column], with columns regrouped as packing.py describes if REGROUP.
 
-    The order (h, c, t) of 64 columns becomes (t, h, c).
+    The order (h, c, t) of pairs of columns becomes (t, h, c).
     """
     to = {2: 16, 4: 32, 8: 2, 16: 4, 32: 8} if REGROUP else {}
     return [[row, to.get(column, column)] for row, column in bases]
@@ -113,9 +117,9 @@ def _columns(bases, REGROUP):
 
 @gluon.constexpr_function
 def merged_layout(WARPS, R, D, REGROUP):
-    """Layout of sums [R, D] after PARTS are added, with columns in the order of a head.
+    """Returns the layout of results [R, D] after PARTS are added, with columns in the order of a head.
 
-    With REGROUP they are in the order in which the next product reads them.
+    With REGROUP columns are regrouped as packing.py describes.
     """
     half = [[8, 0]] if R == 16 else []
     apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
@@ -128,7 +132,7 @@ def merged_layout(WARPS, R, D, REGROUP):
 
 @gluon.constexpr_function
 def softmax_memory_layout(R, D, REGROUP):
-    """Returns the shared-memory layout of averages [R, D], distributed as in `merged_layout`.
+    """Returns the shared-memory layout of results [R, D] whose register layout is `merged_layout`.
 
     The values of a warp are adjacent.
     """
@@ -141,14 +145,14 @@ def softmax_memory_layout(R, D, REGROUP):
 
 
 KEYS = gl.constexpr(32)  # number of keys in a part
-ROWS = gl.constexpr(16)  # query rows of a product; in the last product of a tile half of them may be padding
+ROWS = gl.constexpr(16)  # query rows of a product; in a tile's last product half of them may be padding
 LOG2E = gl.constexpr(1.4426950408889634)
-EIGHT = gl.constexpr(8)  # rows in a group; a tile has G groups
+EIGHT = gl.constexpr(8)  # query rows in a group; a tile has G groups
 
 
 @gluon.jit
 def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
-    """Returns 0 .. n-1 along one axis of a 3-D layout."""
+    """Returns 0 .. n - 1 along one axis of a 3-D layout, with size 1 along the others."""
     if axis == 0:
         return gl.expand_dims(
             gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2
@@ -165,7 +169,10 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _slots(cache, first, s, key, kv_head, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Computes (int64 offset, int32 offset) of key `first + s * KEYS + key`; s and key broadcast against each other."""
+    """Returns two offsets in the cache whose sum is that of the key at position first + s * KEYS + key.
+
+    The first is int64, the second int32, within a page. `s` and `key` broadcast against each other.
+    """
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:  # otherwise one page holds all keys of a warp
         at = at + key
@@ -189,7 +196,12 @@ def places_of(
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Computes addresses and positions of K [S, KEYS, D / 2] (first halves) and V [S, KEYS, D] from key `first` on."""
+    """Computes the addresses of S * KEYS keys of a head, from position `first` on, and of their values.
+
+    Returns:
+        Addresses of the first halves of K [S, KEYS, D / 2], and their positions; addresses of V [S, KEYS, D], and their
+        positions.
+    """
     kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
     slot, offset = _slots(cache, first, s, n, kv_head, KV_HEADS, D, PAGE_SIZE)
@@ -202,9 +214,15 @@ def places_of(
 
 @gluon.jit
 def keys_at(places, low, high, old, HALF: gl.constexpr):
-    """Loads both halves of K at `places` for keys low .. high-1. Elements of other keys are those of `old`, or 0.
+    """Loads both halves of K for the keys at positions low .. high - 1. Other keys are those of `old`, or 0.
 
-    Slots from position `high` on may hold NaN, so they must not enter a product.
+    Cache slots from position `high` on may hold NaN, so they must not enter a product.
+
+    Args:
+        places: result of `places_of`.
+        low, high: positions.
+        old: an earlier result. None: other keys are 0.
+        HALF: D / 2.
     """
     at, key, _v_at, _v_key = places
     inside = (key >= low) & (key < high)
@@ -217,7 +235,7 @@ def keys_at(places, low, high, old, HALF: gl.constexpr):
 
 @gluon.jit
 def values_at(places, low, high, old):
-    """Loads V at `places`. For the arguments see `keys_at`."""
+    """Loads V of the keys at positions low .. high - 1. For the arguments see `keys_at`."""
     _k_at, _k_key, at, key = places
     inside = (key >= low) & (key < high)
     if old is None:
@@ -230,7 +248,8 @@ def values_at(places, low, high, old):
 def _key_operand(k):
     """Converts half of K [S, KEYS, N] to a right operand [S, N, KEYS]. No value moves between lanes.
 
-    Values in the order (c, t, j, p) become (c, j, t, p); see the drawing above. c counts ranges of 32 values.
+    Values in the order (c, t, j, p) become (c, j, t, p), as the top of the file describes; c counts ranges of 32
+    values.
     """
     S: gl.constexpr = k.shape[0]
     N: gl.constexpr = k.shape[2]
@@ -240,16 +259,17 @@ def _key_operand(k):
 
 @gluon.jit
 def _in_order(q):
-    """Permutes halves of queries [rows, N] to the order of `_key_operand`."""
+    """Permutes the columns of queries' halves [rows, N] to the order of `_key_operand`."""
     apart = gl.permute(gl.reshape(q, [q.shape[0], q.shape[1] // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
     return gl.reshape(apart, [q.shape[0], q.shape[1]])
 
 
 @gluon.jit
 def value_operand(v):
-    """Converts V [S, KEYS, D] to a right operand with columns in the order (e, c, g). Only pairs of keys are packed.
+    """Converts V [S, KEYS, D] to a right operand with columns in the order (e, c, g). No value moves between lanes.
 
-    The order in memory is (c, g, e) for D = 128, and (g, c, e) for D = 64.
+    Each lane only packs pairs of keys. The order of columns in memory is (c, g, e) for D = 128, and (g, c, e) for
+    D = 64.
     """
     S: gl.constexpr = v.shape[0]
     D: gl.constexpr = v.shape[2]
@@ -262,7 +282,7 @@ def value_operand(v):
 
 @gluon.jit
 def _in_order_of_heads(out):
-    """Permutes the columns of sums [R, D] from the order of `value_operand` to that of a head."""
+    """Permutes the columns of results [R, D] from the order of `value_operand` to that of a head."""
     R: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[1]
     if D == 128:
@@ -274,13 +294,13 @@ def _in_order_of_heads(out):
 
 @gluon.constexpr_function
 def staged_rows(G):
-    """Returns the rows of queries in shared memory for G groups of EIGHT: whole products, and a power of two."""
+    """Returns the number of query rows in shared memory for a tile of G groups: whole products, and a power of two."""
     return 16 if G <= 2 else 32
 
 
 @gluon.constexpr_function
 def rows_of(G, P):
-    """Returns how many rows of product P are used by G groups: ROWS, or EIGHT in the last product if G is odd."""
+    """Returns the number of rows of product P without padding in a tile of G groups: EIGHT in the last if G is odd."""
     return 16 if G > 2 * P + 1 else 8
 
 
@@ -294,7 +314,10 @@ def stage_q(q1, q2):
 
 @gluon.jit
 def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Loads halves of ROWS staged queries, starting at query P * ROWS, as left operands [S, ROWS, HALF]."""
+    """Loads query rows P * ROWS .. P * ROWS + ROWS - 1, staged by `stage_q`, as left operands [S, ROWS, HALF].
+
+    There is one operand for each half of the head. All s have the same values.
+    """
     left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
     found = ()
     for i in gl.static_range(2):
@@ -306,7 +329,10 @@ def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
-    """Loads the positions [1, ROWS, 1] of STAGED rows, one tensor per product. -1 for rows from `rows` on."""
+    """Loads the positions of STAGED query rows from `first_row` on, one tensor int32 [1, ROWS, 1] for each product.
+
+    A position is -1 for padding rows, from row `rows` on.
+    """
     mma: gl.constexpr = operands(gl.num_warps(), S)
     found = ()
     for p in gl.static_range(STAGED // ROWS):
@@ -319,7 +345,10 @@ def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Computes `_scored` for every product, from the queries that `stage_q` stored and the result of `positions_of`."""
+    """Returns the scores [S, ROWS, KEYS] of every product's query rows with a block of keys; see `_scored`.
+
+    `staged` is the result of `stage_q`, `keys` that of `keys_at`, `positions` that of `positions_of`.
+    """
     found = ()
     for p in gl.static_range(len(positions)):
         found += (_scored(_queries_of(staged, p, S, HALF), keys, first, positions[p], scoring, WINDOW, S),)
@@ -339,9 +368,9 @@ def tanh(x):
 
 @gluon.jit
 def share_of_keys(weight, head, scoring):
-    """Returns the share of the softmax that all keys have together; the sink of `head` has the rest.
+    """Returns the total softmax probability of all keys; the attention sink of `head` has the rest.
 
-    `weight` is log2 of the keys' weight.
+    `weight` is the log-sum-exp of the keys' scores, in base 2.
     """
     sink = gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
     return 1.0 / (1.0 + gl.exp2(sink - weight))
@@ -349,7 +378,10 @@ def share_of_keys(weight, head, scoring):
 
 @gluon.jit
 def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl.constexpr):
-    """Returns scores [S, ROWS, KEYS], times log2(e), of the keys from `first` on. -inf if a row does not see a key."""
+    """Returns scores [S, ROWS, KEYS], times log2(e), of query rows with the keys from position `first` on.
+
+    A score is -inf if the row does not see the key. `queries` and `keys` are both halves of heads.
+    """
     mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
     scores = mma_v2(queries[1], _key_operand(keys[1]), scores) * scoring.factor
@@ -366,7 +398,7 @@ def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl
 
 @gluon.jit
 def shift_of(top):
-    """Returns the value to subtract from exponents whose maximum is `top`.
+    """Returns the number to subtract from scores whose maximum is `top`, before exp2.
 
     Without keys top is -inf. Subtracting 0 then makes the weights exp2(-inf) = 0. Subtracting top would make them NaN.
     """
@@ -375,7 +407,11 @@ def shift_of(top):
 
 @gluon.jit
 def begun(scores, v, S: gl.constexpr):
-    """Starts the online softmax with the first block of keys. Returns (top, totals, out)."""
+    """Computes the softmax of one block of keys, not normalised, for query rows with scores [S, ROWS, KEYS].
+
+    Returns the largest score [S, ROWS], the weights 2^(score - largest) [S, ROWS, KEYS], and the sum of the values `v`
+    with these weights [S, ROWS, D].
+    """
     mma: gl.constexpr = operands(gl.num_warps(), S)
     top = gl.max(scores, axis=2)
     weights = gl.exp2(scores - gl.expand_dims(shift_of(top), 2))
@@ -385,9 +421,14 @@ def begun(scores, v, S: gl.constexpr):
 
 @gluon.jit
 def averaged(out, top, total):
-    """Returns (out / total, top + log2(total)): the average of values, and log2 of its weight.
+    """Returns the partial result (mean, weight) of a softmax: out / total, and top + log2(total).
 
-    Returns (0, -inf) if there are no keys.
+    mean is the average of values, weight the log-sum-exp of scores in base 2. Without keys they are 0 and -inf.
+
+    Args:
+        out: sum of values with weights 2^(score - top), [R, D].
+        top: largest score [R].
+        total: sum of the weights [R].
     """
     share = 1.0 / gl.where(total == 0.0, 1.0, total)
     return out * gl.expand_dims(share, 1), top + fast_log2f(total)
@@ -395,7 +436,7 @@ def averaged(out, top, total):
 
 @gluon.jit
 def _summed(totals):
-    """Sums totals [S, ROWS, KEYS] to [S, ROWS], in the same order for any number of warps."""
+    """Sums weights [S, ROWS, KEYS] over keys to [S, ROWS], in the same order for any number of warps."""
     pairs = gl.sum(gl.reshape(totals, [totals.shape[0], ROWS, 2, 2, 8]), axis=2)
     return gl.sum(gl.sum(pairs, axis=3), axis=2)
 
@@ -414,7 +455,7 @@ def _upper(x):
 
 @gluon.jit
 def _regrouped(out):
-    """Permutes the columns of sums [R, D] from the order of a head to that of `epilogue.regrouped`."""
+    """Regroups the columns of results [R, D], which are in the order of a head, as packing.py describes."""
     R: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[1]
     return gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 2, 4, 4, 2]), (0, 1, 4, 2, 3, 5)), [R, D])
@@ -422,13 +463,15 @@ def _regrouped(out):
 
 @gluon.jit
 def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
-    """Adds the S parts of each split in order. Returns (averages [R, D], their weights as log2 [R]) for each split.
+    """Combines the S parts of each split in order, and returns (mean [R, D], weight [R]) of each split (`averaged`).
 
-    A lane then has the S values of one sum, and 4 neighbouring values of a head.
+    A lane then has 4 neighbouring values of a head.
 
     Args:
-        R: result of `rows_of`.
-        REGROUP: True if the columns shall be in the order in which the next product's TMA pipeline reads them.
+        top, totals, out: results of `begun` for one or more splits, S parts each.
+        S: number of parts of a split.
+        R: number of query rows without padding, the result of `rows_of`.
+        REGROUP: True to regroup the columns as packing.py describes, for the TMA pipeline of the next product.
     """
     ALL: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[2]
@@ -447,7 +490,11 @@ def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.
 
 @gluon.jit
 def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
-    """Merges the parts of one split, from their largest scores, sums of weights and sums of values."""
+    """Combines the parts of one split, and returns its (mean [R, D], weight [R]).
+
+    Arguments in shared memory: largest scores `tops` and sums of weights `sums` [S, R], sums of values `place`
+    [S, R, D].
+    """
     R: gl.constexpr = place.shape[1]
     D: gl.constexpr = place.shape[2]
     layout: gl.constexpr = exchange_layout(gl.num_warps(), R, D)
@@ -467,7 +514,7 @@ def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
 
 @gluon.jit
 def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
-    """Stores partial sums of rows, the result of `merge_parts`, at index `at`. LASTING: L2 keeps them longest."""
+    """Stores partial results (mean, weight) of rows [R] at index `at` [R]. LASTING: L2 evicts them last."""
     policy: gl.constexpr = "evict_last" if LASTING else ""
     D: gl.constexpr = mean.shape[1]
     gl.store(weight_ptr + at, weight, mask=valid, eviction_policy=policy)
@@ -480,7 +527,10 @@ def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.con
 def store_output(
     out_ptr, batch, kv_head, row, stop, num_queries, mean, weight, scoring, KV_HEADS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Stores averages as the output of rows below `stop`. `weight` is log2 of the weight of their keys."""
+    """Stores the attention output of query rows `row` [R] that are below `stop`, from the combined (mean, weight).
+
+    It adds the sink, and multiplies by the scale of V. A query row is a pair of token and query head of one KV head.
+    """
     if scoring.sinks is not None:
         mean = mean * gl.expand_dims(share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring), 1)
     if scoring.value_scale is not None:

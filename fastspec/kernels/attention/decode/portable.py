@@ -1,7 +1,7 @@
-"""Portable decode kernel, for every GPU, dtype and head_dim. dispatch.py tells when it is used.
+"""Portable decode kernel, for every GPU, dtype and head_dim. dispatch.py says when it is used.
 
-While the preceding product runs, the kernel prefetches K, V, norm weights and angles into L2. A prefetch changes no
-value: if it uses stale positions, it is only useless.
+While the preceding matrix product runs, the kernel prefetches K, V, norm weights and rotary angles into L2. A prefetch
+changes no value: if it uses stale positions, it is only useless.
 
 A row's splits are combined in two levels, in ascending order, each by the CTA that finishes last:
 
@@ -23,7 +23,7 @@ PEEK_KEYS = tl.constexpr(256)  # largest number of keys that a CTA prefetches
 
 @triton.jit
 def _prefetch(pointers, wanted):
-    """Prefetches the 128-byte lines at `pointers` into L2, if `wanted`."""
+    """Prefetches the 128-byte cache line at each pointer into L2, where `wanted` is True."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -48,9 +48,10 @@ def peek(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Prefetches the first PEEK_KEYS keys and values of this CTA.
+    """Prefetches the first PEEK_KEYS keys and values of this CTA's split into L2.
 
-    The positions and table that it reads may be stale.
+    The split begins at position `start` and has `split_keys` keys. The positions and the block table that are read here
+    may be stale.
     """
     newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
     at = start + tl.arange(0, PEEK_KEYS)
@@ -69,7 +70,7 @@ def peek(
 
 @triton.jit
 def warm(tokens, position, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Prefetches norm weights, and the rotary angles of `position`."""
+    """Prefetches the weights of the head norms, and the rotary angles of positions [R], into L2."""
     line = tl.arange(0, BLOCK_D // 32) * 32  # 128 bytes of fp32; for 16-bit weights every line is named twice
     if tokens.q_norm is not None:
         _prefetch(tokens.q_norm + line, line < HEAD_DIM)
@@ -87,16 +88,17 @@ FAN = tl.constexpr(16)  # number of splits in a group
 
 @triton.jit
 def averaged(out, top, total):
-    """Returns (out / total, top + log2(total)): the average of values, and log2 of its weight.
+    """Returns the partial result (mean, weight) of an online softmax: out / total, and top + log2(total).
 
-    Returns (0, -inf) if there are no keys.
+    mean is the average of values [R, BLOCK_D], weight the log-sum-exp of scores in base 2 [R]. Without keys they are 0
+    and -inf. For the arguments see `attend_split`.
     """
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
 
 @triton.jit
 def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Stores averages of rows [R] and their weights at index `at`."""
+    """Stores partial results of rows at index `at` [R]: mean [R, BLOCK_D] and weight [R], see `averaged`."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     tl.store(weight_ptr + at, weight, mask=valid)
     tl.store(mean_ptr + at[:, None] * HEAD_DIM + dim[None, :], mean, mask=valid[:, None] & inside[None, :])
@@ -110,14 +112,17 @@ def store_output(
     row,
     num_queries,
     mean,
-    weight,  # softmax weight of all keys, as log2
+    weight,  # log-sum-exp of the scores of all keys, in base 2
     scoring,  # Scoring
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores averages as the output of rows. Adds the sinks, because all keys are combined here."""
+    """Stores the attention output of query rows `row` [R] of a KV head, from the combined (mean, weight).
+
+    It adds the sinks, which it can because all keys are combined here, and multiplies by the scale of V.
+    """
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     mask = (row < num_queries * GROUP)[:, None] & inside[None, :]
@@ -131,7 +136,7 @@ def store_output(
 
 @triton.jit
 def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Combines the stored partial sums `first` .. `last` of rows [R] in ascending order.
+    """Combines the stored partial results `first` .. `last` of rows [R] in ascending order to one (mean, weight).
 
     Loads bypass L1, because it may hold old contents of this memory.
     """
@@ -183,9 +188,10 @@ def combine(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Combines partial sums number source + begin to source + end of rows row_start .. row_stop - 1.
+    """Combines the partial results number source + begin .. source + end of rows row_start .. row_stop - 1.
 
-    If `final`, writes the result to the output. Otherwise stores it as partial sum number `target`.
+    If `final`, it writes the output of these rows. Otherwise it stores the combination as partial result number
+    `target`. R rows are processed at a time.
     """
     source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
     for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
@@ -202,7 +208,17 @@ def combine(
 
 @triton.jit
 def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.constexpr):
-    """Adds the block of keys at positions `at` [BLOCK_N] to the state (top, totals, out) of an online softmax."""
+    """Adds the block of keys at positions `at` [BLOCK_N] to the state of an online softmax, and returns the new state.
+
+    Args:
+        scores: scores of query rows with these keys [ROWS, BLOCK_N], before softcap and mask.
+        v: values of the keys [BLOCK_N, BLOCK_D].
+        position: position of each query row [ROWS].
+        top: largest score until now [ROWS].
+        totals: sums of weights 2^(score - top) over earlier blocks [ROWS, BLOCK_N].
+        out: sum of values with these weights [ROWS, BLOCK_D].
+        scoring: `Scoring`.
+    """
     if scoring.cap is not None:
         scores = scoring.cap * tanh(scores)
     seen = at[None, :] <= position[:, None]
@@ -236,9 +252,10 @@ def attend_split(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Attends to keys begin .. stop-1 by online softmax. Returns averages of values and their weights as log2.
+    """Computes the attention of query rows over the keys at positions begin .. stop - 1, by an online softmax.
 
-    q1 and q2 [ROWS, BLOCK_D / 2] are the halves of the queries.
+    Returns the partial result (mean, weight) of `averaged`. `q1` and `q2` [ROWS, BLOCK_D / 2] are the halves of the
+    queries, `position` [ROWS] their positions.
     """
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     top = tl.full([ROWS], -float("inf"), tl.float32)
@@ -315,7 +332,7 @@ def _decode_kernel(
     at = batch * num_queries + row // GROUP
     # -1: a padding row sees no key
     position = tl.load(tokens.positions + at, mask=valid, other=-1, cache_modifier=".cg")
-    # number of splits in which this tile has keys; positions after the last split of the launch are clamped to it
+    # first and last split in which this tile has keys; positions after the last split of the launch are clamped to it
     newest = tl.minimum(tl.max(position, axis=0), tl.num_programs(1) * split_keys - 1).to(tl.int32)
     oldest = 0
     if WINDOW > 0:
@@ -368,7 +385,7 @@ def _decode_kernel(
     tl.store(count_ptr + 1 + group, 0)
     tl.debug_barrier()
     only = first // FAN == last // FAN
-    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # number of rows for which FAN averages fit into registers
+    AT_ONCE: tl.constexpr = min(ROWS, 512 // BLOCK_D)  # number of rows whose FAN partial results fit into registers
     row_start, row_stop = tile * ROWS, tl.minimum(rows, tile * ROWS + ROWS)
     combine(
         mean_ptr, weight_ptr, 0, begin, end, splits + group, only, out_ptr, batch, kv_head,

@@ -1,4 +1,7 @@
-"""New positions of a pass, rotary embedding and K/V append for the Gluon kernels. rope.py has the same for Triton."""
+"""Device code for the Gluon kernels: positions of new tokens, head norms, rotary embedding, K/V append.
+
+rope.py has the same for Triton.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,23 @@ from triton.language.extra.cuda import gdc_wait
 
 from fastspec.kernels.attention.arguments import PagedCache
 
-NEW_ROWS = gl.constexpr(8)  # number of new K/V rows stored at a time
-PADDED_QUERIES = gl.constexpr(32)  # number of positions of a row's pass, including padding
+NEW_ROWS = gl.constexpr(8)  # number of new tokens whose K and V are stored at a time
+PADDED_QUERIES = gl.constexpr(32)  # number of new tokens of a row, including padding
 NEVER = gl.constexpr(2**30)  # larger than every position
 
 
 @gluon.constexpr_function
 def head_layout(HALF, WARPS):
-    """Layout of half heads [R, HALF], 8 values per lane.
+    """Returns the layout of halves of heads [R, HALF], with 8 values in a lane.
 
-    rope.py is compiled to the same layout, so both sum a norm in the same order.
+    rope.py is compiled to the same layout, so the sums of norms have the same order in both.
     """
     return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
 
 
 @gluon.jit
 def cache_of_row(cache, batch):
-    """Returns the cache with one row of its block table."""
+    """Returns a `PagedCache` whose `block_table` points to row `batch` of the table."""
     table = cache.block_table + batch * cache.table_stride
     return PagedCache(cache.k, cache.v, table, cache.table_stride, cache.table_width, cache.num_pages)
 
@@ -33,7 +36,7 @@ def cache_of_row(cache, batch):
 def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
     """Loads the positions of a row's new tokens, int32 [PADDED_QUERIES], padded with NEVER.
 
-    Each warp has a copy of all of them.
+    Each warp has a copy of all positions.
     """
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     position = gl.load(position_ptr + query, mask=query < num_queries, other=NEVER, cache_modifier=".cg")
@@ -51,9 +54,13 @@ def kv_range(
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Returns (first new position, oldest visible key, newest visible key) for a tile's rows at positions low..high-1.
+    """Returns the range of keys that a tile of TILE query rows sees.
 
-    The newest is -1 if there are no such rows.
+    Only query rows at positions low .. high - 1 count.
+
+    Returns:
+        The first new position of the row of the batch; the oldest and the newest position that the tile sees. The
+        newest is -1 if no query row counts.
     """
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     mine = (query >= tile * TILE // GROUP) & (query <= (tile * TILE + TILE - 1) // GROUP)
@@ -68,10 +75,10 @@ def kv_range(
 
 @gluon.jit
 def idle(newest, PDL: gl.constexpr):
-    """Called by a CTA without work: if it is the first CTA, waits for the previous kernel.
+    """Waits for the previous kernel if this is the first CTA and the row has no work. CTAs without work call it.
 
-    `newest` is a result of `kv_range`. The next kernel waits only for this one. So this kernel must not end before the
-    previous kernel, even if it has no work.
+    The next kernel waits only for this one. So this kernel must not end before the previous kernel, even if it has no
+    work. `newest` is a result of `kv_range`.
     """
     if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
         gdc_wait()
@@ -79,7 +86,10 @@ def idle(newest, PDL: gl.constexpr):
 
 @gluon.jit
 def _scaled(x, factor, weight):
-    """Returns weight * (x * factor), rounded to x's dtype after each product. With an fp32 weight rounded only once."""
+    """Returns weight * (x * factor) in x's dtype: the last part of an RMSNorm of heads x [R, HALF].
+
+    Each product is rounded. With an fp32 weight only the result is rounded. factor is [R], weight [HALF].
+    """
     normed = x.to(gl.float32) * gl.expand_dims(factor, 1)
     kind: gl.constexpr = weight.dtype
     if gl.float32 != kind:
@@ -89,7 +99,7 @@ def _scaled(x, factor, weight):
 
 @gluon.jit
 def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
-    """Loads (cos, sin) [R, HALF] of positions [R]. An empty tuple if there is no rotary embedding."""
+    """Loads (cos, sin), each [R, HALF], of positions [R]. Returns an empty tuple if there is no rotary embedding."""
     if tokens.cos is None:
         return ()
     else:
@@ -102,7 +112,10 @@ def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def apply_rope(x1, x2, cos_sin, norm_ptr, eps, HALF: gl.constexpr):
-    """Normalises and rotates heads with halves x1, x2 [R, HALF]. `cos_sin` is the result of `angles`."""
+    """Applies RMSNorm and rotary embedding to R heads, given as halves x1, x2 [R, HALF]. Returns both halves.
+
+    `cos_sin` is the result of `angles`. `norm_ptr` is the weight of the norm; None: no norm.
+    """
     layout: gl.constexpr = x1.type.layout
     if norm_ptr is not None:
         column = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
@@ -133,9 +146,12 @@ def slots_of(
     PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Loads (index, slot in the cache, True if stored, angles) of rows first_row .. first_row + NEW_ROWS - 1.
+    """Loads where K and V of new tokens number first_row .. first_row + NEW_ROWS - 1 of a row belong.
 
-    A row is stored if its position is in start..stop-1 and its write mask is set.
+    Returns:
+        For each token [NEW_ROWS]: its index in [B, Q], the offset of its KV head in the cache, True if K and V are to
+        be stored, and its rotary angles (`angles`). K and V are stored if the write mask is True and the position is in
+        start .. stop - 1.
     """
     row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
     valid = row < num_queries
@@ -152,7 +168,10 @@ def slots_of(
 
 @gluon.jit
 def as_stored(x, factor, CACHED: gl.constexpr):
-    """Converts x to the cache's dtype, with the bits of `as_stored` in rope.py."""
+    """Converts x to CACHED, the cache's dtype: e4m3(x * factor), or x unchanged if factor is None.
+
+    The bits are those of `as_stored` in rope.py.
+    """
     if factor is None:
         return x
     else:
@@ -173,7 +192,7 @@ def as_stored(x, factor, CACHED: gl.constexpr):
 def append(
     tokens, cache, slots, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):
-    """Stores K and V of the rows that `slots_of` returned."""
+    """Norms and rotates K of new tokens, and stores their K and V. `slots` is the result of `slots_of`."""
     HALF: gl.constexpr = D // 2
     at, slot, stored, cos_sin = slots
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)

@@ -1,4 +1,4 @@
-"""Device code of tma_sm90.py: the splits of a CTA, the softmax, and the warps that load tiles."""
+"""Device code of tma_sm90.py: the splits of each CTA, parts of the online softmax, and the warps that load tiles."""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -20,12 +20,13 @@ WIDENING_WARPS = gl.constexpr(4)  # warps that convert tiles from 8 bits to 16: 
 
 
 class Pipeline(NamedTuple):
-    """Ring of tiles in shared memory. The loading warps fill it and the multiplying warps read it.
+    """Ring of tiles of K and V in shared memory. Loading warps fill it, and multiplying warps read it.
 
     Attributes:
-        tiles: [STAGES, KEYS, D] of K and V, alternating; uint8 for an 8-bit cache.
-        full, free: barriers [STAGES]. full: the tile of a stage has arrived. free: it has been read.
-        stored: one barrier: new K and V are in the cache.
+        tiles: [STAGES, KEYS, D], tiles of K and V, alternating; uint8 for an 8-bit cache.
+        full: mbarriers [STAGES]; that of a stage completes when its tile has arrived.
+        free: mbarriers [STAGES]; that of a stage completes when its tile has been read.
+        stored: an mbarrier that completes when this CTA's new K and V are in the cache.
     """
 
     tiles: Any
@@ -35,16 +36,16 @@ class Pipeline(NamedTuple):
 
 
 class Share(NamedTuple):
-    """The splits of one query tile that one CTA processes.
+    """Work of one CTA: a tile of query rows, and the splits of its keys that this CTA processes.
 
     Attributes:
         batch, kv_head, tile: row of the batch, KV head, and number of the query tile.
-        mine: number of splits of this CTA.
-        cta, ctas: number of this CTA, and number of all CTAs of the query tile.
-        last: the last split of the query tile.
-        only: True if the query tile has only this split.
-        begin, stop: the query tile sees keys at positions begin .. stop-1; `begin` is the start of a tile of keys.
-        first_new: the first position of this pass.
+        mine: number of splits that this CTA processes.
+        cta, ctas: index of this CTA, and number of all CTAs of the query tile.
+        last: number of the last split of the query tile.
+        only: True if the query tile has only one split.
+        begin, stop: the query tile sees keys at positions begin .. stop - 1; `begin` is the start of a tile of keys.
+        first_new: position of the row's first new token.
     """
 
     batch: Any
@@ -62,7 +63,7 @@ class Share(NamedTuple):
 
 @gluon.constexpr_function
 def piece_of(PAGE_SIZE, KEYS):
-    """Returns the number of neighbouring keys that always lie in one page; a power of two, at most KEYS."""
+    """Returns the largest power of two, at most KEYS, that divides PAGE_SIZE: the keys of one TMA copy."""
     piece = KEYS
     while PAGE_SIZE % piece:
         piece //= 2
@@ -77,13 +78,13 @@ def width_of(D, NARROW):
 
 @gluon.constexpr_function
 def tile_layout(D, NARROW):
-    """Layout of tiles [KEYS, D] in shared memory, for 16 or 8 bits."""
+    """Returns the layout of tiles [KEYS, D] in shared memory, for 16-bit values or, if NARROW, 8-bit ones."""
     return gl.NVMMASharedLayout(D, 8, 2) if NARROW else gl.NVMMASharedLayout(128, 16, 2)
 
 
 @gluon.jit
 def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
-    """Views tiles [COUNT, ROWS, D] as pieces [PIECE, W], one for each TMA copy, with W = `width_of` values.
+    """Views tiles [COUNT, ROWS, D] in shared memory as pieces [PIECE, W], one for each TMA copy; W is `width_of`.
 
     tile [ROWS, D]   piece 0: rows 0 .. PIECE-1, first W values     piece 1: the next rows     ...
                      then all rows again, with the next W values
@@ -99,9 +100,9 @@ def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
 
 @gluon.jit
 def splits_of(cta, ctas, splits):
-    """Returns the number of splits of a tile that CTA `cta` of `ctas` processes.
+    """Returns how many of the `splits` splits of a query tile CTA `cta` of `ctas` processes.
 
-    `split_number` returns the i-th of them.
+    `split_number` says which.
     """
     backwards = splits // ctas % 2 == 1
     return splits // ctas + gl.where(gl.where(backwards, ctas - 1 - cta, cta) < splits % ctas, 1, 0)
@@ -109,7 +110,9 @@ def splits_of(cta, ctas, splits):
 
 @gluon.jit
 def split_number(i, share):
-    """Returns the CTA's i-th split. Splits are dealt from the last and largest down, in alternating direction.
+    """Returns the number of the i-th split that a CTA processes.
+
+    Splits are dealt to CTAs from the last and largest one down, in alternating direction:
 
         ctas = 3:   CTA 0: last, last - 5, last - 6, ...    CTA 1: last - 1, last - 4, ...    CTA 2: last - 2, ...
 
@@ -121,19 +124,22 @@ def split_number(i, share):
 
 @gluon.jit
 def keys_of(split, begin, stop, SPLIT_SIZES: gl.constexpr):
-    """Returns (first, end) of a split's keys, limited to positions begin .. stop-1."""
+    """Returns the first position of a split's keys and that after the last, limited to positions begin .. stop - 1."""
     return gl.maximum(begin, start_of(split, SPLIT_SIZES)), gl.minimum(stop, start_of(split + 1, SPLIT_SIZES))
 
 
 @gluon.jit
 def power(x):
-    """Returns 2^x with one instruction. 0 where fp32 would be subnormal."""
+    """Computes 2^x with one instruction. The result is 0 where it would be subnormal in fp32."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def masked(scores, here, position, WINDOW: gl.constexpr):
-    """Sets scores to -inf where a row does not see a key of the tile that begins at `here`."""
+    """Returns scores [ROWS, KEYS] of a tile of keys from position `here` on, with -inf for keys that are not seen.
+
+    `position` [ROWS, 1] is the position of each query row, -1 for padding.
+    """
     number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
     number = here + gl.expand_dims(number, 0)
     # distance from the row back to the key; it is negative for later keys and for padding rows, so huge as uint32
@@ -143,9 +149,9 @@ def masked(scores, here, position, WINDOW: gl.constexpr):
 
 @gluon.jit
 def rescaled(top, scores, scale):
-    """Updates the maximum of an online softmax with one tile.
+    """Updates the maximum `top` of an online softmax with the scores of one tile, times `scale`.
 
-    Returns (maximum, shift of scores, factor for old sums).
+    Returns the new maximum, the number to subtract from scores before exp2, and the factor for old sums.
     """
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
@@ -154,7 +160,7 @@ def rescaled(top, scores, scale):
 
 @gluon.jit
 def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Returns the slot in the cache of each piece of the tile of keys that begins at `here`."""
+    """Returns, for each piece of the tile of keys from position `here` on, the cache slot of its first key."""
     slots = ()
     for i in gl.static_range(PIECES):
         at = here + i * PIECE
@@ -169,7 +175,16 @@ def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE:
 def _load_tile(
     desc, pieces, pipeline, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr
 ):  # fmt: skip
-    """Issues the TMA copies of a tile, BYTES long, as soon as its stage of the pipeline is free."""
+    """Issues the TMA copies of tile number `step` of a CTA, as soon as its stage of the pipeline is free.
+
+    Args:
+        desc: TMA descriptor of K or of V.
+        pieces: pieces of the pipeline's tiles, the result of `in_pieces`.
+        slots: result of `_slots_at`.
+        column: first column of the KV head in the cache.
+        PARTS: number of pieces side by side in a head.
+        BYTES: size of the tile.
+    """
     WIDE: gl.constexpr = pieces.shape[2]
     place = step % STAGES
     if step >= STAGES:
@@ -186,10 +201,10 @@ def _load_tile(
 def load_tiles(
     key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp: for each tile it loads keys, then their values.
+    """Runs the loading warp. It loads, for all tiles of the CTA's splits, a tile of keys and then their values.
 
-    It does not wait for the previous kernel. Before a tile with keys of this pass (from `first_new` on) it waits for
-    the barrier `stored`.
+    It does not wait for the previous kernel. Before a tile with new keys (from `share.first_new` on) it waits for the
+    mbarrier `stored`. `column` is the first column of the KV head in the cache.
     """
     STAGES: gl.constexpr = pipeline.tiles.shape[0]
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
@@ -220,10 +235,10 @@ def load_tiles(
 
 @gluon.constexpr_function
 def _slice_layout(D):
-    """Layout of half a tile in 8 bits: a thread takes 16 numbers of each of two keys.
+    """Returns the register layout of half a tile that is converted from 8 to 16 bits.
 
-    Eight threads access memory together: four of them read one key, the other four read another. So neither the loads
-    nor the stores of 16-bit values have bank conflicts.
+    A thread takes 16 numbers of each of two keys. Eight threads access memory together: four of them read one key, the
+    other four read another. So neither the loads nor the stores of 16-bit values have bank conflicts.
     """
     lanes, warps = (
         ([[5, 0], [2, 0], [4, 0]], [[0, 64], [8, 0]])
@@ -240,7 +255,7 @@ def _slice_layout(D):
 
 @gluon.jit
 def _widened(four, DTYPE: gl.constexpr):
-    """Converts rows [N, D] of e4m3 numbers, as uint8, to DTYPE."""
+    """Converts e4m3 numbers [N, D], given as uint8, to DTYPE."""
     INTO: gl.constexpr = widening_of_four(DTYPE)
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(INTO, "=r,=r,r", [four], dtype=gl.bfloat16, is_pure=True, pack=4)
@@ -250,7 +265,11 @@ def _widened(four, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _widen(narrow, wide, step):
-    """Converts tile `step` from 8 bits to 16, one half after the other, when both rings permit it."""
+    """Converts tile number `step` from 8 to 16 bits: from Pipeline `narrow` to Pipeline `wide`.
+
+    It waits until the tile has arrived, and until its stage of `wide` is free. It marks the stage of `narrow` as free
+    and that of `wide` as full.
+    """
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     WIDE: gl.constexpr = wide.tiles.shape[0]
     KEYS: gl.constexpr = wide.tiles.shape[1]
@@ -274,7 +293,11 @@ def _widen(narrow, wide, step):
 
 @gluon.jit
 def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexpr):
-    """Returns the tile after the given one: (index of its split in this CTA, first key, end of the split)."""
+    """Returns the tile of keys after the one at position `here` of the CTA's i-th split, which ends at `end`.
+
+    Returns:
+        The index of its split among those of the CTA, its first position, and the end of its split.
+    """
     then = split_number(gl.minimum(i + 1, share.mine - 1), share)
     first, last = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
     inside = here + KEYS < end
@@ -286,10 +309,10 @@ def _load_next(
     key_desc, value_desc, pieces, narrow, cache, column, share, issued, i, here, end, slots,
     KEYS: gl.constexpr, BYTES: gl.constexpr, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Issues the copies of a tile of keys and of its values, if one is left.
+    """Issues the TMA copies of the CTA's next tile of keys and of their values, if one is left.
 
-    `i`, `here` and `end` are results of `_next_tile`, `slots` of `_slots_at`; `issued` counts tiles. Returns these five
-    for the next tile.
+    `i`, `here` and `end` are results of `_next_tile` for this tile, `slots` that of `_slots_at`. `issued` is the number
+    of tiles whose copies were issued. Returns (issued, i, here, end, slots) for the tile after it.
     """
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
@@ -308,12 +331,15 @@ def _load_next(
 def load_and_widen(
     key_desc, value_desc, narrow, wide, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """Runs the loading warps for an 8-bit cache. They convert its tiles to 16 bits for the multiplying warps.
+    """Runs the loading warps for an 8-bit cache. They also convert its tiles to 16 bits for the multiplying warps.
 
-    Copies are issued STAGES tiles ahead: a tile of keys, then its values, as in `load_tiles`.
+    TMA copies are issued as far ahead as the ring `narrow` has room: a tile of keys, then its values, as in
+    `load_tiles`.
 
     Args:
-        narrow, wide: Pipelines of uint8 and of 16 bits.
+        narrow: Pipeline of uint8 tiles, which TMA fills.
+        wide: Pipeline of 16-bit tiles, which the multiplying warps read.
+        column: first column of the KV head in the cache.
     """
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     KEYS: gl.constexpr = wide.tiles.shape[1]

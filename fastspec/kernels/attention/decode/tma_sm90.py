@@ -3,17 +3,17 @@
     loading warp         TMA copies of K0, V0, K1, V1, ... -> ring of STAGES tiles [KEYS, D] in shared memory
     4 multiplying warps  scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V    (wgmma)
 
-The warps are specialised as in FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). While the weights of a tile are
-computed, the scores of the next one are multiplied. A product has ROWS rows: with 4 query heads per KV head, 16 queries
-take as long as one.
+The warps are specialised as in FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). While the softmax weights of a
+tile are computed, the tensor cores compute the scores of the next one. A product has ROWS query rows: with 4 query
+heads per KV head, 16 tokens take as long as one.
 
-Splits grow with their position. Short rows need many CTAs that read at a time; long rows need few partial sums.
-`gather_kernel`, launched next, combines these. Splits are dealt to as many CTAs as run at a time, and the pipeline
-keeps loading from one split to the next. It takes half to three quarters of an SM's memory, which is enough for full
-bandwidth. The rest stays L1, for loads of the layer's products (carveout.py).
+Splits are larger at higher positions. Short rows need many CTAs that read at the same time; long rows need few partial
+results. `gather_kernel`, launched next, combines these. Splits are dealt to as many CTAs as run at a time, and the
+pipeline keeps loading from one split to the next. It takes half to three quarters of an SM's memory, which is enough
+for full bandwidth. The rest stays L1, for loads of the layer's matrix products (carveout.py).
 
-Rows of a product do not affect each other, and the partial sums of a split do not depend on its CTA. So a row's bits do
-not depend on other rows.
+Rows of a product do not affect each other, and the partial result of a split does not depend on its CTA. So a row's
+bits do not depend on other rows.
 
 New K and V are stored by the CTA whose splits contain them. Its loading warp waits for that store before it loads such
 a tile.
@@ -76,7 +76,7 @@ WARPS = gl.constexpr(4)  # warps that multiply
 
 @gluon.constexpr_function
 def _sums_layout(columns):
-    """Layout of products [ROWS, columns]."""
+    """Returns the register layout of wgmma results [ROWS, columns]."""
     return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
 
 
@@ -88,7 +88,10 @@ def _fence_stored():
 
 @gluon.jit
 def _clear_tail(tile, count):
-    """Zeroes the rows of a tile from `count` on. Memory after the newest key may be NaN, and NaN * 0 is NaN."""
+    """Zeroes the rows of a tile of values from row `count` on.
+
+    Cache slots after the newest key may hold NaN, and NaN times a weight of 0 is NaN.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
     row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout)), 1)
     tile.store(gl.where(row < count, tile.load(layout), 0.0))
@@ -96,7 +99,7 @@ def _clear_tail(tile, count):
 
 @gluon.jit
 def _products(q, keys):
-    """Starts the products [ROWS, KEYS] of queries with a tile of keys. They end asynchronously."""
+    """Starts to compute the products [ROWS, KEYS] of queries with a tile of keys, asynchronously."""
     KEYS: gl.constexpr = keys.shape[0]
     nothing = gl.zeros([ROWS, KEYS], gl.float32, _sums_layout(KEYS))
     return warpgroup_mma(q, keys.permute((1, 0)), nothing, is_async=True)
@@ -104,7 +107,7 @@ def _products(q, keys):
 
 @gluon.jit
 def _stage_queries(qs, q1, q2):
-    """Stores both halves of heads [ROWS, D / 2] in shared memory [1, ROWS, D], in the layout of products."""
+    """Stores queries, given as halves of heads q1, q2 [ROWS, D / 2], in shared memory qs [1, ROWS, D] for wgmma."""
     D: gl.constexpr = qs.shape[2]
     pieces = in_pieces(qs, ROWS)
     if D == 2 * WIDTH:
@@ -116,7 +119,10 @@ def _stage_queries(qs, q1, q2):
 
 @gluon.jit
 def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
-    """Returns (top, total, out) before the first key of a split."""
+    """Returns the state (top, total, out) of an online softmax without keys.
+
+    These are the largest score and the sum of weights [ROWS], and the sum of weighted values [ROWS, D].
+    """
     row: gl.constexpr = gl.SliceLayout(1, _sums_layout(KEYS))
     out = gl.zeros([ROWS, D], gl.float32, _sums_layout(D))
     return gl.full([ROWS], -float("inf"), gl.float32, row), gl.zeros([ROWS], gl.float32, row), out
@@ -128,9 +134,15 @@ def _attend_splits(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Attends to the CTA's splits, one by one.
+    """Computes the attention of the CTA's query tile over each of its splits, and stores the partial results.
 
-    Stores a partial sum of each; for a tile with only one split, the output.
+    If the query tile has only one split, it stores the output instead.
+
+    Args:
+        qs: queries in shared memory.
+        pipeline: ring of 16-bit tiles.
+        share: `Share`, the work of the CTA.
+        position: position of each query row [ROWS, 1].
     """
     tile, batch, kv_head = share.tile, share.batch, share.kv_head
     tiles, full, free = pipeline.tiles, pipeline.full, pipeline.free
@@ -189,7 +201,7 @@ def _attend_splits(
                 scoring, KV_HEADS, GROUP,
             )  # fmt: skip
         else:
-            # K and V stream through L2 and exceed it, but these partial sums should stay there for gather_kernel
+            # K and V stream through L2 and exceed it, but these partial results should stay there for gather_kernel
             store_partial(
                 mean_ptr, weight_ptr, split * rows + row, row < rows, mean, top + gl.log2(total), LASTING=True
             )
@@ -201,7 +213,7 @@ def _append_more(
     SPLIT_SIZES: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Stores new K and V in the CTA's splits, except the first NEW_ROWS rows of the first split."""
+    """Stores the new K and V that belong to the CTA's splits, except the first NEW_ROWS tokens in its first split."""
     for i in range(share.mine):
         low, high = keys_of(split_number(i, share), 0, share.stop, SPLIT_SIZES)
         if high > share.first_new:
@@ -219,7 +231,7 @@ def _consumer(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps. They append K and V to their splits, stage q, and multiply tile after tile."""
+    """Runs the multiplying warps: they store new K and V of the CTA's splits, stage the queries, and attend."""
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
     D: gl.constexpr = pipeline.tiles.shape[2]
     HALF: gl.constexpr = D // 2
@@ -266,7 +278,7 @@ def _consumer(
 def _pipeline(
     dtype: gl.constexpr, stored, STAGES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """Allocates an empty ring of tiles."""
+    """Allocates an empty `Pipeline` in shared memory, with STAGES tiles of `dtype`."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -300,9 +312,9 @@ def shares_kernel(
     STAGES: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Attends to part i of the splits of tile t in CTA (t, i).
+    """Computes the attention of query tile t over the i-th of its CTAs' sets of splits, in CTA (t, i).
 
-    For the arguments see `_decode_kernel` of portable.py.
+    `split_number` says which splits those are. For the arguments see `_decode_kernel` of portable.py.
     """
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
     NARROW: gl.constexpr = STAGES[1] > 0
