@@ -1,15 +1,15 @@
-"""Attention over paged keys on the CPU, with rotary embedding and K/V append; `reference.attend` is its definition.
+"""Attention over a paged KV cache on the CPU, with rotary embedding and K/V append. Defined by `reference.attend`.
 
-A row is computed alone, over the keys that it sees. Keys of consecutive pages are read where they are. Facts that all
-layers share are computed once a pass: slots, rotations, ranges of keys, masks (`PassFacts`).
+Each row is computed alone, over the keys that it sees. Keys on consecutive pages are read in place. What all layers of
+a pass have in common is computed once for each pass: cache slots, rotary factors, ranges of keys, masks (`PassFacts`).
 
-Row invariance: scores are products over the head's elements. Torch's softmax adds weights in vectors of keys that
-divide `KEY_BLOCK`. Weighted sums are products over blocks of `KEY_BLOCK` keys, added in ascending order. A weight of
-zero changes no bit, so later keys and masked blocks do not. The number of queries in a product is one of
-`CpuWork.tiles`, which all give the same bits.
+Batch invariance: scores are products over the head's elements. Torch's softmax adds weights in vectors of keys whose
+length divides `KEY_BLOCK`. Weighted sums of values are matrix products over blocks of `KEY_BLOCK` keys, added in
+ascending order. A weight of zero changes no bit, so later keys and masked blocks change none. The number of queries in
+a matrix product is one of `CpuWork.tiles`, which all give the same bits.
 
-Passes over prompts begin at multiples of their smallest size, and are cut into tiles of `_MOST` queries. So a tile has
-the same queries and keys in every pass, and torch's flash attention computes it, in the model's dtype.
+Prefill passes begin at multiples of the smallest size of a pass, and are cut into tiles of `_MOST` queries. So a tile
+has the same queries and keys in every pass. Torch's flash attention computes it, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from fastspec.kernels.reference.linear import norm
 from fastspec.shapes import KEY_BLOCK
 from fastspec.torch_settings import using_threads
 
-_MOST = 64  # queries of a product
+_MOST = 64  # largest number of queries in a matrix product
 _TILES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 32, _MOST)
-_SINKS = 32  # columns of scores for a sink: the vectors of torch's softmax divide them
-_LEAST = 32  # keys of a product of weights with values: with fewer, libraries have other kernels
+_SINKS = 32  # columns of scores that are added for a sink, a multiple of the vectors of torch's softmax
+_LEAST = 32  # least number of keys in a product of weights with values: with fewer, libraries have other kernels
 
 
 @dataclass(slots=True)
 class Range:
-    """Queries of one row, and the keys that they may see.
+    """Some query tokens of one row of the batch, and the range of keys that they may see.
 
     Attributes:
         row: index of the row in the batch.
-        first, count: first query, and number of queries.
-        tile: queries of the product; zeros behind `count`.
-        keys: positions `low`..`high` - 1; `low` is a multiple of KEY_BLOCK.
-        start: the slot of position `low`, if the slots of the range are consecutive. None: `slots` has them.
-        slots: int64, of positions from `low` on, in whole blocks of KEY_BLOCK.
-        mask: 0, and -inf for keys that a query does not see. fp32 [1, group * tile, keys in whole blocks], where every
-            query head of a group has the same rows. With `flash`: [tile, high - low] in the dtype of the keys.
-        flash: True for a tile of a prompt.
-        written: with `flash`, keys from `low` on whose tokens are kept; later slots hold anything.
+        first, count: index of the first query token, and number of query tokens.
+        tile: number of query tokens in the matrix product, which is padded with zeros.
+        low, high: the keys are at positions low .. high - 1; `low` is a multiple of KEY_BLOCK.
+        start: cache slot of position `low`, if the slots of the range are consecutive. None: they are in `slots`.
+        slots: int64, cache slots of positions from `low` on, in whole blocks of KEY_BLOCK. None if `start` is given.
+        mask: 0, or -inf for keys that a query does not see. fp32 [1, group * tile, keys in whole blocks], with the same
+            rows for each query head of a group. With `flash`: [tile, high - low] in the dtype of the keys.
+        flash: True for a tile of a prefill pass, which torch's flash attention computes.
+        written: with `flash`, number of keys from `low` on that are stored. Later slots may hold anything.
     """
 
     row: int
@@ -64,13 +64,13 @@ class Range:
 
 @dataclass(slots=True)
 class PassFacts:
-    """Facts of one pass that are the same in all layers.
+    """Tensors of one forward pass that are the same in all layers.
 
     Attributes:
-        positions, block_table: tensors of the pass, by which it is recognised.
-        slots: int64 [B * Q], where K and V of the new tokens go; slots of the trash page for tokens that are not kept.
-        ranges: by window, and True for layers whose scores have no softcap and no sinks.
-        rotations: cosines [B, Q, 1, D] and signed sines, by the table of cosines.
+        positions, block_table: input tensors of the pass, by which it is recognised.
+        slots: int64 [B * Q], cache slots for K and V of the new tokens; in the trash page if they are not to be stored.
+        ranges: queries and keys of the matrix products, by (window, True if scores have no softcap and no sinks).
+        rotations: cosines and signed sines, fp32 [B, Q, 1, D] each, by the id of the layer's table of cosines.
     """
 
     positions: Tensor
@@ -81,14 +81,14 @@ class PassFacts:
 
 
 class CpuWork:
-    """Facts of the pass that a model is in, and the numbers of queries that products may have.
+    """Tensors of a model's current forward pass, and the numbers of queries that a matrix product may have.
 
     Args:
-        heads: (query heads, key heads, head_dim).
+        heads: (query heads, KV heads, head_dim).
 
     Attributes:
-        tiles: numbers of queries, ascending.
-        not_sinks: int64, columns of scores behind a sink.
+        tiles: numbers of queries in a matrix product that all give the same bits, ascending.
+        not_sinks: int64, indices of the columns added for a sink, except its own column 0.
     """
 
     def __init__(self, heads: tuple[int, int, int]) -> None:
@@ -98,7 +98,10 @@ class CpuWork:
         self._facts: PassFacts | None = None
 
     def facts(self, call: AttendCall) -> PassFacts:
-        """The facts of the call's pass. All layers of a pass have the same tensor of positions."""
+        """Returns the tensors of the call's pass. They are computed in its first layer.
+
+        A pass is recognised by its tensor of positions, which is the same object in all layers.
+        """
         known = self._facts
         if known is None or known.positions is not call.positions or known.block_table is not call.block_table:
             page_size, table, at = call.keys.shape[1], call.block_table, call.positions
@@ -108,7 +111,7 @@ class CpuWork:
         return known
 
     def ranges(self, call: AttendCall) -> list[Range]:
-        """Queries and keys of each product of a layer with this window."""
+        """Returns the ranges of queries and keys for each matrix product of the call's layer."""
         facts, plain = self.facts(call), call.rule.softcap is None and call.sinks is None
         key = call.rule.window, plain
         if key not in facts.ranges:
@@ -116,7 +119,7 @@ class CpuWork:
         return facts.ranges[key]
 
     def rotation(self, call: AttendCall) -> tuple[Tensor, Tensor]:
-        """Cosines and signed sines of the pass, each fp32 [B, Q, 1, D]."""
+        """Returns cosines and signed sines for the new tokens, each fp32 [B, Q, 1, D]: (cos, cos) and (-sin, sin)."""
         assert call.cos is not None, "the caller saw to it"
         assert call.sin is not None, "there are both or none"
         facts = self.facts(call)
@@ -134,7 +137,7 @@ class CpuWork:
             for first in range(0, len(positions), _MOST):
                 part = positions[first : first + _MOST]
                 low = 0 if window is None else max(min(part) - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
-                high = max(part) + 1  # positions beyond the table belong to rows that do not count
+                high = max(part) + 1  # positions beyond the table belong to rows that do not run
                 size = -(-(high - low) // KEY_BLOCK) * KEY_BLOCK
                 tile = next(tile for tile in self.tiles if tile >= len(part))
                 at = torch.arange(low, low + size, dtype=torch.int64, device="cpu")
@@ -147,7 +150,7 @@ class CpuWork:
                 slots: Tensor | None = call.block_table[row, index] * page_size + at % page_size
                 held = pages[row][low // page_size : (high - 1) // page_size + 1]
                 begin = pages[row][int(index[0])] * page_size + low % page_size
-                # one range of memory, with room for whole blocks: slots behind the row's own hold anything
+                # consecutive in memory, with room for whole blocks: slots after the row's own may hold anything
                 if held == list(range(held[0], held[0] + len(held))) and begin + size <= pool:
                     start = begin
                     slots = None
@@ -162,7 +165,10 @@ class CpuWork:
 
 
 def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
-    """The numbers of queries whose products all give the same bits, with one thread and with all."""
+    """Returns the numbers of queries, of _TILES, whose matrix products all give the same bits for a query.
+
+    It tries them with random values, with one thread and with all. The arguments are those of `CpuWork`.
+    """
     group = num_heads // kv_heads
     made = torch.Generator("cpu").manual_seed(0)
     size = kv_heads, KEY_BLOCK, dim
@@ -184,7 +190,13 @@ def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
 
 
 def attend(call: AttendCall, work: CpuWork) -> Tensor:
-    """Computes `reference.attend` in another order of sums; K and V are not in 8 bits.
+    """Computes a layer's attention from its fused q, k and v, as `reference.attend`, with another order of sums.
+
+    The cache does not have 8 bits.
+
+    Args:
+        call: tensors and options. Its `keys` and `values` are written.
+        work: result of `CpuOps.workspace` for the model.
 
     Returns:
         [B, Q, H * D] in qkv's dtype.
@@ -213,7 +225,10 @@ def attend(call: AttendCall, work: CpuWork) -> Tensor:
 
 
 def _of_prompt(query: Tensor, call: AttendCall, part: Range) -> Tensor:
-    """Attention of one tile of a prompt: [_MOST, H * D] in the dtype of the model."""
+    """Computes attention for one tile of a prefill pass: [_MOST, H * D] in the dtype of the model.
+
+    `query` [B, Q, H, D] has the normed and rotated queries of the pass.
+    """
     kv_heads, dim = call.keys.shape[2:]
     q = query[part.row, part.first : part.first + _MOST].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
     k, v = (_of_range(each, part)[: part.high - part.low].transpose(0, 1)[:, None] for each in (call.keys, call.values))
@@ -227,7 +242,10 @@ def _of_prompt(query: Tensor, call: AttendCall, part: Range) -> Tensor:
 
 
 def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Tensor:
-    """Attention of the queries of one range: fp32 [count, H * D]."""
+    """Computes attention for the queries of one range: fp32 [part.count, H * D].
+
+    `query` fp32 [B, Q, H, D] has the normed and rotated queries of the pass, times the scale of scores.
+    """
     kv_heads, dim = call.keys.shape[2:]
     group = query.shape[2] // kv_heads
     q = query[part.row, part.first : part.first + part.count]
@@ -258,7 +276,10 @@ def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Te
 
 
 def _of_range(cache: Tensor, part: Range) -> Tensor:
-    """Keys or values of a range in whole blocks, [keys, Hkv, D]. Slots above the newest position hold anything."""
+    """Returns keys or values of a range in whole blocks of KEY_BLOCK, [n, Hkv, D], from one of the cache's tensors.
+
+    Those above the newest position may be anything.
+    """
     flat = cache.view(-1, *cache.shape[2:])
     if part.start is None:
         assert part.slots is not None, "slots that are not consecutive are listed"

@@ -1,4 +1,4 @@
-"""`Blocked`: a matrix in the layouts of the CPU libraries that torch brings, and products whose rows are independent.
+"""`Blocked`: a weight matrix in the layout of a CPU library of torch, with batch-invariant products.
 
 | way | operands | values of the matrix | library |
 |---|---|---|---|
@@ -6,12 +6,13 @@
 | "fp32" | fp32 | fp32, in blocks | oneDNN |
 | "bf16" | bf16 | bf16, in blocks; results are rounded to bf16 | oneDNN |
 
-A library chooses its kernel by the number of rows, and the order of sums may change with it. So each matrix is tried at
-`ROW_COUNTS` when it is filled. A count is used if it gives the bits of `_BASE` rows, for every place of a row. Products
-are made of such counts alone. In bf16 oneDNN needs more time for one row than for a few, so counts are also timed.
+A library chooses its kernel by the number of rows, and the order of sums may change with it. So each matrix is tried
+with each number of rows in `ROW_COUNTS` when it is filled. A number is used if all rows have the bits that they have in
+a product of `_BASE` rows. A larger product is split and padded, so that it consists of products with such numbers of
+rows. In bf16 oneDNN needs more time for one row than for a few, so the numbers are also timed.
 
-Passes over prompts have at least `WIDE` rows, and their products the bits of `WIDE` rows: there oneDNN's bf16 adds up
-in another order, in half the time.
+Prefill passes have at least `WIDE` rows, and their products give the bits of `WIDE` rows. With so large a number,
+oneDNN's bf16 kernels add in another order and take half the time.
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ Way = Literal["half", "fp32", "bf16"]
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 24, 32, 48, 64, 128, 256)
 WIDE = 64
 WIDE_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows >= WIDE)
-HEAD_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows <= 32)  # no pass over prompts multiplies with a head
+HEAD_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows <= 32)  # prefill passes do not multiply by an LM head
 DTYPES = (torch.float32, torch.bfloat16)
-_TIMED = 5  # products of each count; the fastest counts
+_TIMED = 5  # number of times that a product is timed; the fastest time is taken
 _clock = time.perf_counter
-_BASE = 8  # rows of the products whose bits are the definition
-_TRIED = 512  # columns of the product that is tried, a multiple of those of FBGEMM's blocks
-_SAMPLE = 4096  # values that are tried first: most matrices that do not fit in fp16 are known by them
-_LARGEST = 14  # exponent of the largest value in fp16: leaves the widest range below
+_BASE = 8  # number of rows of the product whose bits all others must have
+_TRIED = 512  # number of the matrix's rows that are tried, a multiple of the columns of FBGEMM's blocks
+_SAMPLE = 4096  # number of values that are tried first: they tell of most matrices that these do not fit in fp16
+_LARGEST = 14  # exponent to which the largest value is scaled for fp16: leaves the widest range of small values
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Row counts of the products with a matrix, each ascending.
+    """Numbers of rows that x may have in a product with a matrix, ascending.
 
     Attributes:
-        few: counts that give the bits of `_BASE` rows.
-        wide: counts that give the bits of `WIDE` rows. Empty: `few` serves prompts, too.
+        few: numbers with which every row has the bits of a product of `_BASE` rows.
+        wide: numbers with which every row has the bits of a product of `WIDE` rows, for prefill. Empty: prefill uses
+            `few`.
     """
 
     few: tuple[int, ...] = (_BASE,)
@@ -55,13 +57,13 @@ class Counts:
 
 
 class RowCounts:
-    """Row counts of the matrices of a model, by way and shape. They are measured for the first matrix of a shape."""
+    """`Counts` of all matrices of a model. They are measured for the first matrix of each library and shape."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Way, int, int, bool], Counts] = {}
 
     def of(self, matrix: Blocked, rows: Tensor) -> Counts:
-        """The counts of a matrix that is filled with `rows`."""
+        """Returns the counts for a matrix whose values [N, K] are `rows`, and measures them if they are new."""
         assert matrix.way is not None, "it is filled"
         key = (matrix.way, *matrix.shape, matrix.head)
         if key not in self._found:
@@ -84,13 +86,13 @@ class RowCounts:
 def same_bits(
     product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...], base: int = _BASE
 ) -> tuple[int, ...]:
-    """Selects the `counts` at which every row of a product has the bits of a product of `base` rows.
+    """Selects the numbers of rows with which every row of a product has the bits of a product of `base` rows.
 
     Args:
-        product: function of [R, K], for any R. Row r of its exact result depends on row r alone.
-        rows: [R, K], more than the largest count.
-        counts: numbers of rows.
-        base: number of rows that is always among the result.
+        product: function of x [R, K] for any R, whose row r depends mathematically only on x[r].
+        rows: rows to try, [R, K] with R greater than the largest of `counts`.
+        counts: numbers of rows to try.
+        base: number of rows whose bits are wanted. It is always in the result.
     """
     rows = rows[: max(counts) + 1]
     padded = F.pad(rows, (0, 0, 0, -len(rows) % base))
@@ -107,12 +109,12 @@ def same_bits(
 def worth_having(
     product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...], clock: Callable[[], float] = _clock
 ) -> tuple[int, ...]:
-    """Drops small counts of rows that take longer than a larger one: with padding the product is the same, and faster.
+    """Drops numbers of rows whose product takes longer than with a larger number: with padding it is faster.
 
     Args:
-        product, rows: those of `same_bits`.
-        counts: ascending. Those above `_BASE` are kept.
-        clock: seconds.
+        product, rows: see `same_bits`.
+        counts: numbers of rows, ascending. Those above `_BASE` are kept.
+        clock: function that returns the time in seconds.
     """
 
     def seconds(count: int) -> float:
@@ -134,19 +136,19 @@ def worth_having(
 
 
 class Blocked:
-    """A matrix [N, K] for products on the CPU.
+    """Weight matrix [N, K] in the layout of a CPU library.
 
     Args:
         shape: (N, K).
-        dtype: dtype of operands and results, one of `DTYPES`.
-        head: results are logits in fp32, whatever the dtype.
-        embeds: rows are read too, so they are also kept as rows.
-        counts: shared by the matrices of a model.
+        dtype: dtype of x and of results, one of `DTYPES`.
+        head: True for an LM head, whose results are fp32 logits with any dtype.
+        embeds: True if the matrix is also an embedding table, so that a row-major copy is kept.
+        counts: numbers of rows of the model's matrices, which all of them share.
 
     Attributes:
-        way: row of the table above. None before `fill`.
-        rows: [N, K] with `embeds`, in the dtype or exactly in bf16; else None.
-        counts: row counts of products.
+        way: library and format, see the table at the top of the file. None before `fill`.
+        rows: with `embeds` the row-major copy [N, K], in `dtype`, or in bf16 if that is exact. Else None.
+        counts: numbers of rows that products may have.
     """
 
     def __init__(
@@ -163,11 +165,11 @@ class Blocked:
 
     @property
     def operand(self) -> torch.dtype:
-        """Dtype that the library takes."""
+        """Dtype in which the library takes x."""
         return torch.bfloat16 if self.way == "bf16" else torch.float32
 
     def fill(self, rows: Tensor) -> None:
-        """Takes values [N, K] in the dtype of this matrix. They are copied."""
+        """Sets the values of the matrix to `rows` [N, K], which has its dtype and is copied."""
         found = None if self.dtype == torch.bfloat16 and not self.head else _as_half(rows)
         if found is not None:
             self.way, (self._matrix, self._scale) = "half", found
@@ -182,11 +184,11 @@ class Blocked:
         self.nbytes = values + (0 if self.rows is None else self.rows.nbytes)
 
     def empty(self) -> None:
-        """Frees the values, until `fill` brings others."""
+        """Frees the values. The matrix cannot be used until the next `fill`."""
         self.way = self.rows = self._matrix = None
 
     def unpack(self) -> Tensor:
-        """The values [N, K] in the dtype of this matrix, copied."""
+        """Returns a row-major copy of the values [N, K], in the dtype of this matrix."""
         if self.rows is not None:
             return self.rows.to(self.dtype, copy=True)
         if self.way == "half":
@@ -197,15 +199,22 @@ class Blocked:
         return dense.to(self.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Rows [..., K] at int64 ids [...], in the dtype of this matrix."""
+        """Returns rows [..., K] number ids, int64 [...], in the dtype of this matrix."""
         return (self.unpack() if self.rows is None else self.rows)[ids].to(self.dtype)
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None, *, wide: bool = False
     ) -> Tensor:
-        """x W^T [+ bias] for x [R, K]: [R, N] in `out_dtype`, by default in x's dtype.
+        """Computes x W^T [+ bias] for x [R, K]. A row's bits depend neither on R nor on its place.
 
-        A row's bits do not depend on R, nor on its place. wide: they are those of `Counts.wide`.
+        Args:
+            x: [R, K].
+            bias: [N], or None.
+            out_dtype: dtype of the result. None: x's dtype.
+            wide: True for a prefill pass: rows have the bits of a product of `WIDE` rows, see `Counts`.
+
+        Returns:
+            [R, N].
         """
         if out_dtype == torch.float32 and self.way == "bf16":
             return self._unrounded(x, bias)
@@ -215,7 +224,7 @@ class Blocked:
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """x W^T for x [R, K] in `operand`, by one call of the library."""
+        """Computes x W^T for x [R, K], of dtype `operand`, by one call of the library. Its bits depend on R."""
         out: Tensor
         if self.way == "half":
             out = torch.ops.quantized.linear_dynamic_fp16(x if self._scale == 1.0 else x / self._scale, self._matrix)
@@ -224,9 +233,12 @@ class Blocked:
         return out
 
     def for_trial(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
-        """The product that `RowCounts` tries.
+        """Returns the function x -> x W^T with which `RowCounts` tries numbers of rows.
 
-        FBGEMM has one kernel for all N, in blocks of at most 64 columns. So some of N are enough.
+        It has only some rows of W for FBGEMM, which computes all N by one kernel, in blocks of at most 64 columns.
+
+        Args:
+            rows: the values [N, K].
         """
         few = _TRIED + self.shape[0] % _TRIED
         if self.way != "half" or self.shape[0] <= few:
@@ -235,7 +247,7 @@ class Blocked:
         return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, matrix)
 
     def _counted(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """A product of at most `counts[-1]` rows, padded with zeros to one of `counts`."""
+        """Computes x W^T for at most counts[-1] rows, padded with zeros to one of the numbers in `counts`."""
         rows = len(x)
         if rows in counts:
             return self.multiply(x)
@@ -243,27 +255,33 @@ class Blocked:
         return self.multiply(F.pad(x, (0, 0, 0, count - rows)))[:rows]
 
     def _unrounded(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """A product with bf16 values that is not rounded. The library has none: values are widened in slices."""
+        """Computes x W^T [+ bias] in fp32 from bf16 values, without rounding the result to bf16.
+
+        The library cannot do that, so slices of the matrix are converted to fp32.
+        """
         blocks = F.pad(x.float(), (0, 0, 0, -len(x) % _BASE)).split(_BASE)
         wide = [part.float() for part in self.unpack().split(8192)]
         out = torch.cat([torch.cat([F.linear(block, part) for part in wide], dim=-1) for block in blocks])[: len(x)]
         return out if bias is None else out + bias
 
     def _most_bytes(self) -> int:
-        """Bytes at most, before the values are known."""
+        """Returns the largest number of bytes that the values can need, which is known before `fill`."""
         size = 4 if self.head else self.dtype.itemsize
         return self.shape[0] * self.shape[1] * (size + self.dtype.itemsize * self.embeds)
 
 
 def is_supported(dtype: torch.dtype) -> bool:
-    """True if this machine's libraries multiply operands of this dtype in blocks."""
+    """True if the CPU libraries of this machine multiply matrices of this dtype in blocked layouts."""
     if dtype not in DTYPES or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _as_half(rows: Tensor) -> tuple[Any, float] | None:
-    """FBGEMM's matrix of rows times a power of two, and this power; None if fp16 does not hold all values exactly."""
+    """Returns FBGEMM's fp16 matrix of `rows` times a power of two, and this power.
+
+    None if fp16 cannot hold all values exactly, or if there is no FBGEMM.
+    """
     if "fbgemm" not in torch.backends.quantized.supported_engines or not rows.numel():
         return None
     largest = float(rows.abs().amax())
@@ -277,6 +295,6 @@ def _as_half(rows: Tensor) -> tuple[Any, float] | None:
 
 
 def _is_half(values: Tensor, scale: float) -> bool:
-    """True if fp16 holds values times `scale` exactly."""
+    """True if fp16 can hold all values times `scale` exactly."""
     wide = values.float() * scale
     return torch.equal(wide.half().float(), wide)

@@ -1,4 +1,4 @@
-"""The ops of passes on the CPU: products of torch's CPU libraries, and attention over the keys that a row sees."""
+"""`CpuOps`: the operations of a decoding step on the CPU, with matrix products by torch's CPU libraries."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from fastspec.shapes import UNTILED, Tiling
 
 
 class CpuOps(Ops):
-    """Torch's definitions, with products of blocked matrices (`cpu/blocked.py`) and attention of `cpu/attention.py`.
+    """Ops in torch, except matrix products with blocked weights (cpu/blocked.py) and attention (cpu/attention.py).
 
-    Weights as rows are multiplied by the definition: of hosted models, of experts, of ranks, and in fp16.
+    Row-major weights are multiplied as in `reference.linear`. These are the weights of hosted models, of experts, of
+    several ranks, and in fp16.
     """
 
     name = "cpu"
@@ -57,7 +58,7 @@ class CpuOps(Ops):
             )
         if norm is not None:
             x = rms_norm(x, *norm)
-        wide = tiling.rows is not None and tiling.rows >= WIDE  # of a pass over prompts
+        wide = tiling.rows is not None and tiling.rows >= WIDE  # a prefill pass
         flat = weight.blocked.product(x.reshape(-1, x.shape[-1]), bias, out_dtype, wide=wide)
         product = flat.view(*x.shape[:-1], -1)
         if gated:
@@ -87,7 +88,10 @@ class CpuOps(Ops):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes `reference.rms_norm` in fewer operations. The order of a row's sum depends on the row alone."""
+    """Computes RMSNorm over the last axis, as `reference.rms_norm`, with fewer operations of torch.
+
+    The order of a row's sum does not depend on other rows.
+    """
     wide = x.float()
     factor = (wide * wide).sum(-1, keepdim=True).mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return (wide * factor).to(x.dtype) * weight

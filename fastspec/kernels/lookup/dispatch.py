@@ -1,7 +1,8 @@
-"""Lookup of drafts in a row, its prediction, and texts that rows share.
+"""Draft tokens by lookup, in two launches: from a row itself, its prediction, and texts that rows share.
 
-A CTA searches one source for one row; a second kernel takes the strongest source of each row. Arguments are those of
-`LookUp`; all are int64, and rows are contiguous.
+In the first launch, a CTA searches one of these sources for one row. The second launch takes the source with the
+strongest match of each row. The definition is `reference.look_up`. All tensors of `LookUp` are int64 with contiguous
+rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastspec.kernels.lookup.matches import follow, match_row
 from fastspec.kernels.lookup.texts import look_up_text
 from fastspec.kernels.reference.lookup import LookUp, TextTable
 
-BLOCK, NUM_WARPS = 2048, 8  # places of a text that a CTA compares at once
+BLOCK, NUM_WARPS = 2048, 8  # number of places in a text that a CTA compares at a time; warps of a CTA
 
 
 @triton.jit
@@ -29,9 +30,19 @@ def _look_up_kernel(
     SOURCES: tl.constexpr, RUNGS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Searches source program_id(1) for row program_id(0): the row, then the prediction if there is one, then texts.
+    """Searches one source for one row: source program_id(1) for row program_id(0).
 
-    found_ptr: [B, SOURCES, 2 + K]: count, strength, drafts. PER: see `LookUp.per_match`; 0: no limit.
+    Source 0 is the row, source 1 the prediction if there is one, and the others are the tables of texts.
+
+    Args:
+        found_ptr: output int64 [B, SOURCES, 2 + K]: number of valid drafts, strength of the match, K draft tokens.
+        prediction: the tensors of `Predictions`, or ().
+        tables: for each table the tensors of `TextTable`, then the owner of each row.
+        capacities: number of tokens of each table.
+        stride, width: row stride and columns of `LookUp.tokens`; room_stride, room: those of the predictions.
+        k: number of draft tokens.
+        PER: `LookUp.per_match`; 0: no limit.
+        RUNGS, SHORTEST, LONGEST, R, W: see `_occurrences` of texts.py.
     """
     row, source = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row_ptr, length = tokens_ptr + row * stride, tl.load(lengths_ptr + row)
@@ -64,7 +75,10 @@ def _strongest_kernel(
     found_ptr, drafts_ptr, counts_ptr, k,
     SOURCES: tl.constexpr, S: tl.constexpr, K: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    """Takes the strongest source of each row; of equally strong ones the prediction, then the first."""
+    """Copies the draft tokens of a row's strongest source to the outputs; see `_look_up_kernel` for found_ptr.
+
+    Of equally strong sources it takes the prediction (if PREDICTED, source 1), then the lowest number.
+    """
     row = tl.program_id(0).to(tl.int64)
     source = tl.arange(0, S)
     at = found_ptr + row * SOURCES * (2 + K)
@@ -78,17 +92,17 @@ def _strongest_kernel(
 
 
 def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
-    """Computes `Ops.look_up` with two Triton kernels.
+    """Proposes up to k draft tokens for each row, as `Ops.look_up`, with two Triton kernels.
 
     Raises:
-        ValueError: a tensor's shape or layout is not the one that kernels read, or the tables know other lengths.
+        ValueError: a tensor has another shape or layout than the kernels read, or tables index different n-grams.
     """
     rows, width = call.tokens.shape
     check_table("tokens", call.tokens, rows)
     check("lengths", call.lengths, (rows,), torch.int64)
     rungs = {table.rungs for table, _ in call.texts} or {(1,)}
     if len(rungs) > 1:
-        raise ValueError(f"the tables know sequences of different lengths: {sorted(rungs)}")
+        raise ValueError(f"the tables index n-grams of lengths {sorted(rungs)}; wanted the same lengths in all tables")
     known = rungs.pop()
     sources = 1 + (call.prediction is not None) + len(call.texts)
     padded = triton.next_power_of_2(max(2, k))

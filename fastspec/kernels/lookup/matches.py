@@ -1,4 +1,4 @@
-"""Matches of a row's last tokens in the row itself, and in its prediction."""
+"""Device code that searches a row itself and its prediction for an earlier occurrence of the row's last tokens."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import triton.language as tl
 from fastspec.kernels.reference.lookup import ANCHOR, GAP, SURE
 
 _GAP, _ANCHOR, _SURE = (tl.constexpr(each) for each in (GAP, ANCHOR, SURE))
-_ID_BITS = tl.constexpr(63 // ANCHOR)  # of a token's id
+_ID_BITS = tl.constexpr(63 // ANCHOR)  # number of bits for a token id in the results of `_three_before`
 
 
 @triton.jit
 def _runs(text_ptr, place, alive, row_ptr, last, limit):
-    """Counts the tokens before each place of a text that equal those of the row up to position `last`.
+    """Returns the length of the match that ends before each place of a text and at each position `last` of a row.
+
+    It is the number of equal tokens text[place - 1 - i] == row[last - i] for i = 0, 1, .. up to the first difference.
 
     Args:
-        text_ptr: the text.
-        place: places of the text, of any shape.
-        alive: True at the places to compare; shape of `last - place`.
+        text_ptr: tokens of the text.
+        place: indices in the text, of any shape.
+        alive: True where a result is wanted, else it is 0; shape of `last - place`.
         row_ptr: tokens of the row.
         last: positions in the row, of a shape that broadcasts with `place`.
-        limit: largest number of tokens to compare.
+        limit: largest length.
     """
     run = tl.zeros_like(alive.to(tl.int64))
     back = 0
@@ -36,7 +38,11 @@ def _runs(text_ptr, place, alive, row_ptr, last, limit):
 
 @triton.jit
 def match_row(row_ptr, length, width, min_n, max_n, k, drafts_ptr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Searches the row itself. Writes K drafts; returns (count, strength)."""
+    """Searches the row itself for its last tokens, as `reference.lookup.match_row`, and writes k draft tokens.
+
+    Returns the number of valid draft tokens, k or 0, and the number of matching tokens. `width` is the number of
+    columns of `LookUp.tokens`, K a power of two >= k.
+    """
     best = tl.full((), 0, tl.int64)
     for start in range(0, length, BLOCK):
         place = start + tl.arange(0, BLOCK).to(tl.int64)
@@ -44,7 +50,7 @@ def match_row(row_ptr, length, width, min_n, max_n, k, drafts_ptr, K: tl.constex
         best = tl.maximum(best, tl.max(tl.where(run >= min_n, run * width + place, 0), axis=0))
     begin, run = best % width, best // width
     at = tl.arange(0, K)
-    # behind the row's end the copy repeats its own tokens
+    # if the row ends before k tokens, the copied tokens are repeated
     token = tl.load(row_ptr + begin + at % tl.maximum(length - begin, 1))
     tl.store(drafts_ptr + at, token, mask=at < k)
     return tl.where(run > 0, k, 0).to(tl.int64), run
@@ -52,7 +58,7 @@ def match_row(row_ptr, length, width, min_n, max_n, k, drafts_ptr, K: tl.constex
 
 @triton.jit
 def _three_before(tokens_ptr, place):
-    """Packs the 3 tokens before each place into one int64; ids have less than 21 bits. -1 where there are none."""
+    """Packs the 3 tokens before each place of a text into one int64, 21 bits each. -1 where there are fewer tokens."""
     packed = tl.zeros_like(place)
     for back in tl.static_range(_ANCHOR):
         packed = (packed << _ID_BITS) | tl.load(tokens_ptr + place - 1 - back, mask=place >= _ANCHOR, other=0)
@@ -61,14 +67,17 @@ def _three_before(tokens_ptr, place):
 
 @triton.jit
 def _expected_place(text_ptr, predicted, room, row_ptr, length, answered, max_n, BLOCK: tl.constexpr):
-    """Searches the anchor of `follow`. Returns (expected place, 1 if it is known)."""
+    """Computes step 1 of `reference.lookup.follow`: the expected place of the row's next token in its prediction.
+
+    Returns the place, and 1 if it comes from an anchor, else 0. For the arguments see `follow`.
+    """
     best = tl.full((), 0, tl.int64)
     gap = 1 + tl.arange(0, _GAP).to(tl.int64)[:, None]
     ours = _three_before(row_ptr, length - gap)
     for start in range(0, predicted, BLOCK):
         place = start + tl.arange(0, BLOCK).to(tl.int64)[None, :]
         usable = (place + gap < predicted) & (ours >= 0) & (_three_before(text_ptr, place) == ours)
-        if tl.max(usable.to(tl.int32)) > 0:  # an anchor is rare: its length and score are found only where one is
+        if tl.max(usable.to(tl.int32)) > 0:  # anchors are rare: lengths and scores are computed only if there is one
             run = _runs(text_ptr, place, usable, row_ptr, length - 1 - gap, max_n)
             near = room - tl.minimum(tl.abs(place + gap - answered), room)
             score = ((run * (_GAP + 1) + _GAP - gap) * (room + 1) + near) * (room + 1) + room - place
@@ -95,7 +104,19 @@ def follow(
     K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Searches the prediction, see `reference.lookup.follow`. Writes K drafts; returns (count, strength)."""
+    """Finds where a row's answer continues in its prediction, as `reference.lookup.follow`, and writes draft tokens.
+
+    Returns the number of valid draft tokens, at most k, and the strength of the match (`reference.look_up`).
+
+    Args:
+        text_ptr: tokens of the prediction; predicted: their number; room: columns of `Predictions.tokens`.
+        row_ptr: tokens of the row; length: their number; answered: number of those after the prompt.
+        min_n, max_n: see `LookUp`.
+        k: number of draft tokens.
+        drafts_ptr: output.
+        K: a power of two >= k.
+        BLOCK: number of places that are compared at a time.
+    """
     expected, found = _expected_place(text_ptr, predicted, room, row_ptr, length, answered, max_n, BLOCK // 2)
     best = tl.full((), 0, tl.int64)
     for start in range(0, predicted, BLOCK):

@@ -1,4 +1,7 @@
-"""Search of a row's last tokens in a table of texts. A table is the tensors of `TextTable`, in their order."""
+"""Device code that searches a table of texts for a row's last tokens. A table is the tensors of a `TextTable`.
+
+They are a tuple, in this order: tokens, texts, owners, keys, places, factors, lengths, and the owner of each row.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,12 @@ import triton.language as tl
 from fastspec.kernels.reference.lookup import LOOKED_AT
 
 _LOOKED_AT = tl.constexpr(LOOKED_AT)
-_PIVOTS = tl.constexpr(64)  # keys that a step of the search in a table reads
+_PIVOTS = tl.constexpr(64)  # number of keys that a step of the search in a sorted table reads
 
 
 @triton.jit
 def _keys_up_to(keys_ptr, count, key, R: tl.constexpr):
-    """Counts the keys of an ascending table that are not greater than each of R keys."""
+    """Returns, for each of R keys, how many of the `count` ascending keys at keys_ptr are less than it or equal."""
     low = tl.zeros((R,), tl.int64)
     high = low + count
     pivot = tl.arange(0, _PIVOTS)[None, :]
@@ -33,10 +36,19 @@ def _occurrences(
     table, owner, row_ptr, length, capacity,
     RUNGS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Returns latest places [_LOOKED_AT] after the row's last tokens, their texts, and tokens that match before each.
+    """Finds the latest M = _LOOKED_AT occurrences of a row's last tokens, as `reference.lookup._occurrences`.
 
-    RUNGS, SHORTEST, LONGEST: number of the lengths of sequences in the table, and the extreme ones. R, W: the first and
-    the last of them, rounded up to powers of two.
+    Args:
+        table: see the top of the file.
+        owner: owner whose texts the row may find.
+        row_ptr, length: tokens of the row, and their number.
+        capacity: number of tokens of the table.
+        RUNGS, SHORTEST, LONGEST: number of the n for which the table has n-grams; the smallest and the largest n.
+        R, W: RUNGS and LONGEST, rounded up to powers of two.
+
+    Returns:
+        The index in the table after each occurrence [M], the number of its text [M], and the number of tokens that
+        match before it [M]; 0 if there is no such occurrence.
     """
     rung = tl.arange(0, R)
     length_of = tl.load(table[6] + rung, mask=rung < RUNGS, other=0)
@@ -74,7 +86,11 @@ def look_up_text(
     RUNGS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
     K: tl.constexpr,
 ):  # fmt: skip
-    """Searches a table of texts, see `reference.lookup.look_up_text`. Writes K drafts; returns (count, strength)."""
+    """Searches a table of texts for a row's last tokens, as `reference.lookup.look_up_text`, and writes draft tokens.
+
+    Returns the number of valid draft tokens, at most k, and the number of matching tokens. K is a power of two >= k.
+    For the other arguments see `_occurrences`.
+    """
     place, text, run = _occurrences(table, owner, row_ptr, length, capacity, RUNGS, SHORTEST, LONGEST, R, W)
     best = tl.max(run, axis=0)
     counted = (run == best) & (best > 0)
@@ -84,8 +100,8 @@ def look_up_text(
     alive &= tl.load(table[1] + after, mask=after < capacity, other=-1) == text[:, None]
     token = tl.load(table[0] + after, mask=after < capacity, other=0)
     both = alive[:, None, :] & alive[None, :, :] & (token[:, None, :] == token[None, :, :])
-    common = tl.min(tl.where(both, K, at[None, :, :]), axis=2)  # [M, M] tokens that two occurrences share
-    shared = tl.sum((common[:, :, None] > at[None, :, :]).to(tl.int64), axis=1)  # [M, K] that go on common so far
+    common = tl.min(tl.where(both, K, at[None, :, :]), axis=2)  # [M, M] number of tokens that two occurrences share
+    shared = tl.sum((common[:, :, None] > at[None, :, :]).to(tl.int64), axis=1)  # [M, K] occurrences that agree so far
     order = tl.arange(0, _LOOKED_AT)
     score = tl.where(counted, tl.sum(tl.where(at < k, shared, 0), axis=1) * _LOOKED_AT + _LOOKED_AT - order, 0)
     chosen = (order == tl.argmax(score, axis=0))[:, None]

@@ -95,5 +95,5 @@ def test_long_rows(seed: int) -> None:
 def test_tables_of_other_lengths_are_refused() -> None:
     call, other = a_call(2, 1, 4, "cpu"), a_call(2, 1, 8, "cpu")
     mixed = replace(call, texts=(*call.texts, *other.texts))
-    with pytest.raises(ValueError, match="the tables know sequences of different lengths"):
+    with pytest.raises(ValueError, match="the tables index n-grams of lengths"):
         lookup.look_up(mixed, 3)
