@@ -278,7 +278,7 @@ def _gather_kernel(
 
 @triton.jit
 def _low(value):
-    """Returns the bits of 4-byte elements as the lower half of 64 bits."""
+    """Returns the bits of 4-byte elements as int64, with zeros in the upper 32 bits."""
     return value.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
 
 

@@ -77,7 +77,7 @@ class Ops:
 
     @staticmethod
     def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
-        """Returns the format in which `linear`, `argmax` and `embed` read a weight (N, K)."""
+        """Returns the format in which `linear`, `argmax` and `embed` read a weight of this shape (N, K)."""
         return "rows"
 
     @staticmethod

@@ -169,12 +169,12 @@ def split_sizes() -> tuple[tuple[int, int, int], ...]:
 
 
 def early_splits(room: int) -> int:
-    """Returns the number of splits of decode/mma.py in the positions below `room`."""
+    """Returns the number of splits of an early row that cover the positions below `room`."""
     return cdiv(room, SPLIT)
 
 
 def late_splits(room: int) -> int:
-    """Returns the number of splits of decode/tma_sm90.py in the positions below `room`."""
+    """Returns the number of splits of a late row that cover the positions below `room`."""
     position, keys, number = [each for each in split_sizes() if each[0] < room][-1]
     return number + cdiv(room - position, keys)
 

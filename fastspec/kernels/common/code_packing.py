@@ -217,7 +217,7 @@ class PackedCodes:
         return _rows(tiles.unflatten(0, (-1, 16)), self.gated)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantises rows [..., K] at int64 ids [...] of a matrix that is not gated."""
+        """Returns rows [..., K] number ids, int64 [...], dequantised to `dtype`. The matrix is not gated."""
         return self._values(ids.flatten(), dtype).view(*ids.shape, -1)
 
     def _values(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -361,7 +361,10 @@ def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _pairs(values: Tensor, gated: bool) -> Tensor:
-    """Rearranges [N, groups] to [N/16, groups, 8, 2]: rows r and r + 8 of a tile side by side."""
+    """Rearranges values [N, groups], in the checkpoint's order of rows, to [N/16, groups, 8, 2].
+
+    The last axis has rows r and r + 8 of a 16-row tile, r = 0..7 in the order of `words`.
+    """
     pairs: Tensor = _tiles(values, gated).unflatten(1, (2, 8)).permute(0, 3, 2, 1)
     return pairs.clone(memory_format=torch.contiguous_format)
 

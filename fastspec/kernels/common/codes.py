@@ -159,7 +159,7 @@ class Codes:
 
 
 def e2m1(codes: Tensor) -> Tensor:
-    """Decodes codes 0..15 of fp4 to fp32."""
+    """Decodes fp4 codes 0..15, of any shape, to fp32."""
     table = torch.tensor(E2M1, device=codes.device, dtype=torch.float32)
     return torch.cat((table, -table))[codes.long()]
 

@@ -119,7 +119,7 @@ class Weight:
         return cls(torch.empty(0, dtype=blocked.dtype, device="cpu"), "blocked", blocked=blocked)
 
     def fill_codes(self, codes: Codes) -> None:
-        """Packs quantised values [N, K], on their device. A gated weight has the gate's rows first.
+        """Packs the codes of a quantised matrix [N, K] into this weight. Gate rows of a gated weight come first.
 
         Raises:
             ValueError: this weight is not quantised, or `codes` do not fit it; see `PackedCodes.fill`.
@@ -138,7 +138,7 @@ class Weight:
         packing.pack_into(self.data[tile : tile + rows.shape[0] // 16], rows, self.gated)
 
     def fill(self, rows: Tensor) -> None:
-        """Writes rows [N, K] in this weight's format. A gated weight has the gate's rows first.
+        """Copies the matrix `rows` [N, K] into this weight, in its format. Gate rows of a gated weight come first.
 
         Raises:
             ValueError: this weight is quantised.
@@ -199,7 +199,7 @@ class Weight:
         return packing.embed_rows(self.data, ids) if self.format == "packed" else self.data[ids]
 
     def words(self, *shape: int) -> Tensor:
-        """Views a packed weight of 16-bit values as int32 words of two values each, in `shape` if given."""
+        """Views the data of a packed weight as int32 words of two 16-bit values each, in `shape` if it is given."""
         words = self.data.view(torch.int32)
         return words.view(shape) if shape else words
 

@@ -1,1 +1,1 @@
-"""The ops of the CPU."""
+"""Attention and matrix products for the CPU."""

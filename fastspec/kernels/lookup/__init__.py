@@ -1,1 +1,1 @@
-"""Kernels that find drafts in texts."""
+"""Kernels that find draft tokens by lookup in texts."""

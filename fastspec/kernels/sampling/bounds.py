@@ -83,7 +83,7 @@ def _narrowed(low, high, light):
 
 @triton.jit
 def added(values):
-    """Sums values [1, N]."""
+    """Returns the sum of values [1, N] as a scalar."""
     return tl.sum(tl.sum(values, axis=1), axis=0)
 
 

@@ -245,10 +245,10 @@ def check_recorded(rows: CommitRows) -> None:
 
 
 def check_details(details: Tensor, rows: CommitRows) -> None:
-    """Checks the ring of log-probabilities.
+    """Checks the ring of log-probabilities, `details` of `publish`.
 
     Raises:
-        ValueError: it does not fit `rows`, or the device cannot write to it.
+        ValueError: the ring does not fit `rows`, or the device cannot write to it.
     """
     batch, places, top = rows.top_ids.shape
     fits = details.dim() == 4 and details.shape[1] >= batch and details.shape[2:] == (places, 1 + 2 * top)

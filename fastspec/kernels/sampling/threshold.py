@@ -324,5 +324,5 @@ def search(
 
 @triton.jit
 def normaliser_of(mass):
-    """Converts a fixed-point mass to fp32."""
+    """Converts a mass from int64 fixed point to fp32."""
     return mass.to(tl.float32) * NO_UNIT

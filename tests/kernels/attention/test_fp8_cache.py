@@ -162,7 +162,7 @@ def test_a_row_alone_and_token_by_token_has_the_same_bits(device: str) -> None:
 def test_scales_without_8_bits_are_refused() -> None:
     given = case("cpu", lengths=[20], queries=2)
     for attend in (by_kernels, by_definition):
-        with pytest.raises(ValueError, match=r"kv_scales=KVScales\(k=0.125, v=3.0\) and keys are torch.float32"):
+        with pytest.raises(ValueError, match=r"kv_scales=KVScales\(k=0.125, v=3.0\), but keys are torch.float32"):
             attend(copied(given), None, SCALES)
     mixed = {**in_8_bits(given, SCALES), "qkv": given["qkv"].double()}
     with pytest.raises(ValueError, match="qkv is float64"):

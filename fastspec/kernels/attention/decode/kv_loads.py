@@ -35,7 +35,7 @@ def start_of(split, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def words_of(pointer):
-    """Casts a pointer to int32, so that values are loaded and kept as packed words."""
+    """Casts a pointer to the cache to an int32 pointer, so that values are loaded and kept as packed words."""
     return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
 
 

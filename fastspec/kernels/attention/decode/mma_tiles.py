@@ -306,7 +306,7 @@ def rows_of(G, P):
 
 @gluon.jit
 def stage_q(q1, q2):
-    """Stores halves of queries [rows, D / 2] in shared memory, for `scores_of`."""
+    """Stores queries, given as halves of heads q1, q2 [rows, D / 2], in shared memory. `scores_of` reads them."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     first = gl.allocate_shared_memory(q1.dtype, q1.shape, shared, _in_order(q1))
     return first, gl.allocate_shared_memory(q2.dtype, q2.shape, shared, _in_order(q2))
@@ -443,7 +443,7 @@ def _summed(totals):
 
 @gluon.jit
 def _upper(x):
-    """Returns the first EIGHT of ROWS rows of x [S, ROWS] or [S, ROWS, N]."""
+    """Returns rows 0 .. EIGHT - 1 of x [S, ROWS] or [S, ROWS, N]; the other rows are padding."""
     S: gl.constexpr = x.shape[0]
     if len(x.shape) == 2:
         halves = gl.permute(gl.reshape(x, [S, 2, EIGHT]), (0, 2, 1))
