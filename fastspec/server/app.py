@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 import fastspec
 from fastspec.server.access import Access
+from fastspec.server.bodies import EventStream, event, note_taken, read_body, unless_gone
 from fastspec.server.echo import Echo
 from fastspec.server.errors import Refusal, failed, no_such
-from fastspec.server.field_table import RESPONSE_TAKEN, TAKEN, RequestField
-from fastspec.server.fields import Body, Chat, Completion, StreamOptions, read
+from fastspec.server.field_table import TAKEN
+from fastspec.server.fields import Body, Chat, Completion, StreamOptions
 from fastspec.server.openapi import description
 from fastspec.server.request_log import REQUEST_ID, Recorded, record_of
-from fastspec.server.responses.answer import ResponseBuilder
-from fastspec.server.responses.body import ResponseBody
-from fastspec.server.responses.store import StoredResponse, with_ids
+from fastspec.server.responses.routes import response_routes
 from fastspec.server.service import Job, Service
 from fastspec.server.texts import Answer, Piece
 from fastspec.server.tokens import Detokenize, Tokenize, detokenized, tokenized
 from fastspec.server.weights import UpdateWeights, WeightControl
 
 Route = Callable[[Request], Awaitable[Response]]
-T = TypeVar("T")
-BodyT = TypeVar("BodyT", Completion, Chat, Body, ResponseBody, Tokenize, Detokenize, UpdateWeights)
-_LONG = 2**15  # bytes of a body that are parsed beside the event loop
-_LOGGER = logging.getLogger("fastspec.server")
 
 
 class Envelope:
@@ -198,37 +190,18 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     async def chat(request: Request) -> Response:
         return await _answer(service, request, Chat, noted)
 
-    async def respond(request: Request) -> Response:
-        return await _respond(service, request, noted)
-
-    async def response(request: Request) -> Response:
-        id, key = request.path_params["id"], request.state.api_key
-        if request.query_params.get("stream", "false") != "false":
-            raise Refusal("stream: a response is streamed once, while it is made; leave it out", "stream")
-        return JSONResponse(service.responses.get(id, key).body)
-
-    async def inputs(request: Request) -> Response:
-        stored, query = service.responses.get(request.path_params["id"], request.state.api_key), request.query_params
-        limit, order = query.get("limit", "20"), query.get("order", "desc")
-        return JSONResponse(stored.inputs(limit=limit, order=order, after=query.get("after")))
-
-    async def forget(request: Request) -> Response:
-        id = request.path_params["id"]
-        service.responses.delete(id, request.state.api_key)
-        return JSONResponse({"id": id, "object": "response", "deleted": True})
-
     async def tokenize(request: Request) -> Response:
-        body = await _read(service, request, Tokenize)
+        body = await read_body(service, request, Tokenize)
         return JSONResponse((await asyncio.to_thread(tokenized, service, body)).model_dump())
 
     async def detokenize(request: Request) -> Response:
-        body = await _read(service, request, Detokenize)
+        body = await read_body(service, request, Detokenize)
         return JSONResponse((await asyncio.to_thread(detokenized, service, body)).model_dump())
 
     control = WeightControl(service.generator)
 
     async def update_weights(request: Request) -> Response:
-        body = await _read(service, request, UpdateWeights)
+        body = await read_body(service, request, UpdateWeights)
         return JSONResponse((await control.update(body)).model_dump())
 
     async def weight_version(request: Request) -> Response:
@@ -289,10 +262,8 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     route("/v1/models/{name:path}", "GET", model)
     route("/v1/completions", "POST", complete)
     route("/v1/chat/completions", "POST", chat)
-    route("/v1/responses", "POST", respond)
-    route("/v1/responses/{id}", "GET", response)
-    route("/v1/responses/{id}", "DELETE", forget)
-    route("/v1/responses/{id}/input_items", "GET", inputs)
+    for path, method, answer in response_routes(service, noted):
+        route(path, method, answer)
     if access.weight_updates:
         route("/update_weights", "POST", update_weights)
         route("/weight_version", "GET", weight_version)
@@ -335,53 +306,16 @@ def _described(service: Service, name: str) -> dict[str, Any]:
     return shared | more | {"permission": [permission]}
 
 
-async def _data(request: Request, limit: int) -> bytes:
-    """Reads the body, up to a number of bytes."""
-    kind = request.headers.get("content-type", "").split(";")[0].strip()
-    if kind.lower() != "application/json":  # a page in a browser cannot send this to another site without being asked
-        raise Refusal(f"content-type must be application/json, got {kind!r}", status=415)
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise Refusal(
-                f"the body has more than {limit} bytes; shorten it, or serve with --limit body=BYTES", status=413
-            )
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def _read(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
-    """Reads and checks the body of a request.
-
-    Raises:
-        Refusal: it does not come in time, is too long, or has a wrong field or model.
-    """
-    try:
-        data = await asyncio.wait_for(_data(request, service.limits.body), service.limits.seconds)
-    except asyncio.TimeoutError:
-        raise Refusal("the body did not come in time; send it again", status=408) from None
-    except ClientDisconnect:
-        raise _client_gone() from None
-    # a long body takes a while to parse: other requests go on meanwhile
-    body: BodyT = read(kind, data) if len(data) < _LONG else await asyncio.to_thread(read, kind, data)
-    name: str | None = body.model
-    record_of(request.scope).model = name
-    if name is not None:
-        service.check_model(name)
-    return body
-
-
 async def _answer(service: Service, request: Request, kind: type[Body], noted: set[str]) -> Response:
-    body = await _read(service, request, kind)
-    _note(body.taken, TAKEN, noted)
+    body = await read_body(service, request, kind)
+    note_taken(body.taken, TAKEN, noted)
     if body.stream_options is not None and not body.stream:
         raise Refusal("stream_options needs stream=true", "stream_options")
     job = await service.start(body, request.state.api_key)
     record_of(request.scope).job = job
     envelope = Envelope(body, service)
     if body.stream:
-        return _Events(job, _events(job, envelope))
+        return EventStream(_events(job, envelope), job.close)
     try:
         return await _whole(job, envelope, request)
     finally:
@@ -390,86 +324,9 @@ async def _answer(service: Service, request: Request, kind: type[Body], noted: s
 
 async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
     """Waits for all answers; cancels them if the client disconnects."""
-    texts = await _unless_gone(_texts(job), request)
+    texts = await unless_gone(_texts(job), request)
     chosen = best_of(texts, envelope.drawn, envelope.num_answers)
     return JSONResponse(envelope.whole(chosen, job.usage()))
-
-
-async def _unless_gone(result: Coroutine[Any, Any, T], request: Request) -> T:
-    """Waits for a result; raises Refusal if the client disconnects before."""
-    task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _client_gone()
-        return task.result()
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
-def _note(given: list[str], rows: Mapping[str, RequestField], noted: set[str]) -> None:
-    """Logs fields that change no answer, each once."""
-    for name in given:
-        if name not in noted:
-            noted.add(name)
-            _LOGGER.info(f"requests have the field {name}, which changes no answer: {rows[name].note}")
-
-
-async def _respond(service: Service, request: Request, noted: set[str]) -> Response:
-    """Answers a request of /v1/responses by the chat that it asks for."""
-    body, owner, store = await _read(service, request, ResponseBody), request.state.api_key, service.responses
-    _note(body.taken, RESPONSE_TAKEN, noted)
-    id, before = body.previous_response_id, tuple[Any, ...]()
-    if id is not None:
-        before = store.get(id, owner, "previous_response_id").items
-    given = store.resolved(body.items, owner)
-    asked = body.asked(before, given)
-    try:
-        job = await service.start(asked.chat, owner)
-    except Refusal as error:
-        raise asked.renamed(error) from error
-    record_of(request.scope).job = job
-    built = ResponseBuilder(body, service.name, stored=store.size > 0 and body.store is not False)
-
-    async def events() -> AsyncIterator[dict[str, Any]]:
-        for event in built.begin():
-            yield event
-        reason = ""
-        async for answer, piece in job.merged():
-            reason = piece.reason or reason
-            for event in built.piece(answer, piece):
-                yield event
-        last = built.end(reason, job.usage())
-        if built.response["store"]:
-            store.keep(StoredResponse(built.response, (*before, *with_ids(given), *built.output), owner))
-        for event in last:
-            yield event
-
-    async def sent() -> AsyncIterator[bytes]:
-        try:
-            async for event in events():
-                yield _typed_event(event)
-        except Refusal as error:  # the status has been sent
-            for event in built.failed(error):
-                yield _typed_event(event)
-
-    if body.stream:
-        return _Events(job, sent())
-
-    async def ended() -> Response:
-        async for _ in events():
-            pass
-        return JSONResponse(built.response)
-
-    try:
-        return await _unless_gone(ended(), request)
-    finally:
-        job.close()
-
-
-def _client_gone() -> Refusal:
-    return Refusal("the client is gone", status=499)
 
 
 def best_of(texts: list[tuple[Answer, str, str]], drawn: int, num_answers: int) -> list[tuple[Answer, str, str]]:
@@ -500,44 +357,13 @@ async def _text(job: Job, answer: Answer) -> tuple[Answer, str, str]:
     return answer, "".join(piece.text for piece in pieces), str(pieces[-1].reason)
 
 
-async def _gone(request: Request) -> None:
-    """Waits until the client has closed the connection."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _Events(StreamingResponse):
-    """Sends answers as server-sent events. Cancels unfinished answers when the response ends."""
-
-    def __init__(self, job: Job, events: AsyncIterator[bytes]) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter: nginx holds nothing back
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._job = job
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._job.close()
-
-
 async def _events(job: Job, envelope: Envelope) -> AsyncIterator[bytes]:
     try:
         async for answer, piece in job.merged():
             for one in envelope.piece(answer, piece):
-                yield _event(one | {"usage": job.usage()} if envelope.always_usage else one)
+                yield event(one | {"usage": job.usage()} if envelope.always_usage else one)
         if envelope.with_usage:
-            yield _event(envelope.last(job.usage()))
+            yield event(envelope.last(job.usage()))
         yield b"data: [DONE]\n\n"
     except Refusal as error:  # the status has been sent
-        yield _event(error.body)
-
-
-def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
-def _typed_event(content: Mapping[str, Any]) -> bytes:
-    """An event of /v1/responses, whose type is told by the stream, too."""
-    return f"event: {content['type']}\n".encode() + _event(dict(content))
+        yield event(error.body)

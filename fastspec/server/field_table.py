@@ -326,6 +326,12 @@ RESPONSE_FIELDS: Final[tuple[RequestField, ...]] = (
             "nothing.",
             "store": "Kept with `--response-store N`, unless it is false; without the flag nothing is kept.",
             "previous_response_id": "Continues a stored response. Without `--response-store N` a 400.",
+            "conversation": "Id of a conversation of `POST /v1/conversations`: its items come first, and those of the "
+            "request and of the answer are added. Without `--response-store N` a 400.",
+            "background": "true answers at once with the status queued; `GET /v1/responses/{id}` tells the rest, with "
+            "`stream=true` by events. Without `--response-store N` a 400.",
+            "truncation": "auto drops the oldest turns of the conversation until the prompt and `max_output_tokens` "
+            "fit. Messages of the roles system and developer stay, and the last of the user. Default: disabled, a 400.",
             "metadata": "Up to 16 texts, which come back in the response.",
             "stream_options": "`include_obfuscation`: only false.",
         },
@@ -341,11 +347,11 @@ RESPONSE_FIELDS: Final[tuple[RequestField, ...]] = (
         "OpenAI",
         _RESPONSES,
         {
-            "background": ((False,), "An answer comes with its request; send stream=true for a long one."),
-            "background_options": (({},), "There are no background responses; leave it out."),
-            "conversation": ((), "Conversations are not kept here; send the items, or previous_response_id."),
-            "context_management": (([],), "Nothing is compacted; shorten the input on your side."),
-            "truncation": (("disabled",), "A prompt is read whole; shorten the input on your side."),
+            "background_options": (
+                ({}, {"completion_window": "soonest"}),
+                "All responses begin at once; leave it out.",
+            ),
+            "context_management": (([],), 'Nothing is compacted; send truncation="auto".'),
             "prompt": ((), "Prompts are not stored here; send their text as instructions."),
             "moderation": ((), "Nothing is moderated here; leave it out."),
             "image": (({},), _MEDIA),

@@ -11,6 +11,7 @@ import fastspec
 from fastspec.server.field_table import RESPONSE_ROW_OF, ROW_OF
 from fastspec.server.fields import Chat, Completion
 from fastspec.server.responses.body import ResponseBody
+from fastspec.server.responses.routes import NewConversation, NewItems, NewMetadata
 from fastspec.server.tokens import Detokenize, Health, Prompt, Tokenize, Tokens, Version
 from fastspec.server.weights import Paused, Sleeping, UpdateWeights, WeightVersion
 
@@ -80,7 +81,7 @@ _RESPONSE: Final[Json] = {
         "object": {"const": "response"},
         "created_at": {"type": "integer"},
         "model": {"type": "string"},
-        "status": {"enum": ["completed", "incomplete", "in_progress", "failed"]},
+        "status": {"enum": ["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]},
         "output": {"type": "array", "items": {"type": "object", "required": ["id", "type", "status"]}},
         "tools": {"type": "array", "items": {"type": "object"}},
     },
@@ -115,6 +116,9 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
         Chat,
         Completion,
         ResponseBody,
+        NewConversation,
+        NewItems,
+        NewMetadata,
         Tokenize,
         Detokenize,
         Tokens,
@@ -137,8 +141,7 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
     for body, rows in ((Chat, ROW_OF), (Completion, ROW_OF), (ResponseBody, RESPONSE_ROW_OF)):
         for field, schema in components[body.__name__]["properties"].items():
             schema["description"] = rows[field].note
-    name, id = _path_parameter("name"), _path_parameter("id")
-    response, any_object = _json("ResponseAnswer"), {"application/json": {"schema": {"type": "object"}}}
+    name, response = _path_parameter("name"), _json("ResponseAnswer")
     return {
         "openapi": "3.1.0",
         "info": {"title": "fastspec", "version": fastspec.__version__},
@@ -149,9 +152,7 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
             "/ping": _open_get("Tells the same as /health.", "Health"),
             "/version": {"get": _operation("Tells the version of fastspec.", _json("Version"))},
             "/metrics": {"get": _operation("Counts and times.", {"text/plain": {"schema": {"type": "string"}}})},
-            "/openapi.json": {
-                "get": _operation("This document.", {"application/json": {"schema": {"type": "object"}}})
-            },
+            "/openapi.json": {"get": _operation("This document.", _ANY)},
             "/tokenize": _post("Token ids of a prompt or of messages.", Tokenize, _json("Tokens")),
             "/detokenize": _post("Text of token ids.", Detokenize, _json("Prompt")),
             "/v1/models": {"get": _operation("Lists the names of the model.", _json("Models"))},
@@ -159,18 +160,51 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
             "/v1/completions": _post("Continues prompts.", Completion, _json("CompletionAnswer") | _EVENTS),
             "/v1/chat/completions": _post("Answers messages.", Chat, _json("ChatAnswer") | _EVENTS),
             "/v1/responses": _post("Answers items of a conversation.", ResponseBody, response | _EVENTS),
-            "/v1/responses/{id}": {
-                "get": _operation("Returns a stored response.", response) | {"parameters": [id]},
-                "delete": _operation("Forgets a stored response.", any_object) | {"parameters": [id]},
-            },
-            "/v1/responses/{id}/input_items": {
-                "get": _operation("Lists the items before its output.", any_object) | {"parameters": [id, *_PAGE]}
-            },
+            "/v1/responses/input_tokens": _post("Counts the tokens of a prompt.", ResponseBody, _ANY),
         }
+        | _of_the_store()
         | (_of_a_trainer() if weight_updates else {}),
         "components": {
             "schemas": components,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _of_the_store() -> Json:
+    """Paths of stored responses and conversations."""
+    id, item, response = _path_parameter("id"), _path_parameter("item"), _json("ResponseAnswer")
+    follow = [
+        {"name": "stream", "in": "query", "schema": {"enum": ["true", "false"], "default": "false"}},
+        {"name": "starting_after", "in": "query", "schema": {"type": "integer"}},
+    ]
+    return {
+        "/v1/responses/{id}": {
+            "get": _operation("Returns a stored response.", response | _EVENTS) | {"parameters": [id, *follow]},
+            "delete": _operation("Forgets a stored response.", _ANY) | {"parameters": [id]},
+        },
+        "/v1/responses/{id}/cancel": {
+            "post": _operation("Cancels a response of the background.", response) | {"parameters": [id]}
+        },
+        "/v1/responses/{id}/input_items": {
+            "get": _operation("Lists the items before its output.", _ANY) | {"parameters": [id, *_PAGE]}
+        },
+        "/v1/conversations": _post("Begins a conversation.", NewConversation, _ANY),
+        "/v1/conversations/{id}": {
+            "parameters": [id],
+            "get": _operation("Returns a conversation without its items.", _ANY),
+            "delete": _operation("Forgets a conversation.", _ANY),
+            **_post("Replaces its metadata.", NewMetadata, _ANY),
+        },
+        "/v1/conversations/{id}/items": {
+            "parameters": [id],
+            "get": _operation("Lists its items.", _ANY) | {"parameters": _PAGE},
+            **_post("Adds items.", NewItems, _ANY),
+        },
+        "/v1/conversations/{id}/items/{item}": {
+            "parameters": [id, item],
+            "get": _operation("Returns one item.", _ANY),
+            "delete": _operation("Removes one item.", _ANY),
         },
     }
 
@@ -191,6 +225,7 @@ def _of_a_trainer() -> Json:
     }
 
 
+_ANY: Final[Json] = {"application/json": {"schema": {"type": "object"}}}
 _EVENTS: Final[Json] = {"text/event-stream": {"schema": {"type": "string"}}}
 
 

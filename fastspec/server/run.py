@@ -177,12 +177,13 @@ class Server(uvicorn.Server):
         self._told()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shuts uvicorn down; cancels answers that take too long."""
+        """Shuts uvicorn down; cancels answers that take too long, or that no connection waits for."""
         timer = asyncio.get_running_loop().call_later(self._drain, self._service.end)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+            self._service.end()  # of the background: nobody can ask for them any more
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles a signal as uvicorn does; the second one cancels the answers."""

@@ -399,6 +399,10 @@ class Service:
                 )
         return answers, sum(map(len, plan.prompts))
 
+    def prompt_tokens(self, body: Chat) -> int:
+        """Number of tokens of a chat's prompt. Raises Refusal as `template_ids`."""
+        return len(self._chat_plan(body).prompts[0])
+
     def _formats_of(self, template: str) -> AnswerFormats:
         if template not in self._formats:
             self._formats[template] = formats_of(template, **self._parsers)

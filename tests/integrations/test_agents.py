@@ -19,7 +19,7 @@ import asyncio
 from typing import Literal
 import openai
 from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner
-from agents import function_tool, set_tracing_disabled
+from agents import OpenAIConversationsSession, function_tool, set_tracing_disabled
 from pydantic import BaseModel
 set_tracing_disabled(True)
 client = openai.AsyncOpenAI(base_url="{url}", api_key="key")
@@ -46,6 +46,13 @@ async def main():
         print(kind.__name__, "required:", (await Runner.run(forced, "Where?")).final_output)
         more = await Runner.run(agent, [*result.to_input_list(), dict(role="user", content="And now?")])
         print(kind.__name__, "more:", more.final_output)
+    agent = Agent(name="d", tools=[weather], model=OpenAIResponsesModel("demo", client))
+    session = OpenAIConversationsSession(openai_client=client)
+    for _ in range(2):
+        result = await Runner.run(agent, "Will it rain in Paris?", session=session)
+    kept = [item.get("type") for item in await session.get_items()]
+    print("session:", result.final_output, len(kept), kept.count("function_call"))
+    await session.clear_session()
 asyncio.run(main())
 """
 INSTRUCTOR = """
@@ -292,7 +299,8 @@ CLIENTS = (
                 r"required: Rain comes\.",
                 r"more: Rain comes\.",
             )
-        ),
+        )
+        + (r"session: Rain comes\. 12 2",),
         {"main.py": AGENTS},
     ),
     Other(
@@ -412,7 +420,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("server")
     target, draft = map(str, agent_pair(folder))
     names = ("--name", "demo", "--name", "gpt-4o-mini")
-    with served(folder, target, "--draft", draft, "--max-length", "8000", *names) as url:
+    with served(folder, target, "--draft", draft, "--max-length", "8000", "--response-store", "20", *names) as url:
         yield url
 
 

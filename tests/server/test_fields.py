@@ -187,7 +187,7 @@ def test_refused_fields_of_responses_tell_the_reason(server: Running, row: Reque
 
 def test_values_that_ask_for_nothing_are_accepted_in_responses(server: Running) -> None:
     neutral = {row.name: row.neutral[0] for row in REFUSED_IN_RESPONSES if row.neutral}
-    assert {"background", "truncation"} < set(neutral)
+    assert {"background_options", "context_management"} < set(neutral)
     assert post(server, RESPONSE | neutral, "responses")[0] == 200
 
 

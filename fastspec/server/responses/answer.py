@@ -108,15 +108,13 @@ class ResponseBuilder:
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
             "created_at": int(time.time()),
-            "status": "in_progress",
+            "status": "queued" if body.background else "in_progress",
             "model": model,
-            "background": False,
             "error": None,
             "incomplete_details": None,
             "output": self._output,
             "service_tier": "default",
             "store": stored,
-            "truncation": "disabled",
             "usage": None,
             **body.told(),
         }
@@ -126,12 +124,28 @@ class ResponseBuilder:
         """Complete items of the output."""
         return tuple(self._output)
 
+    @property
+    def ended(self) -> bool:
+        """True if no event comes any more."""
+        return self.response["status"] not in ("queued", "in_progress")
+
     def begin(self) -> list[Sent]:
         """Events before the answer."""
-        return self._numbered([self._state("response.created"), self._state("response.in_progress")])
+        status = self.response["status"]
+        return self._numbered([self._state("response.created"), self._state(f"response.{status}")])
 
     def piece(self, answer: Answer, piece: Piece) -> list[Sent]:
         """Events of a piece of the answer."""
+        return self._starts() + self._piece(answer, piece)
+
+    def _starts(self) -> list[Sent]:
+        """Events of the first piece of a response that was queued."""
+        if self.response["status"] != "queued":
+            return []
+        self.response["status"] = "in_progress"
+        return self._numbered([self._state("response.in_progress")])
+
+    def _piece(self, answer: Answer, piece: Piece) -> list[Sent]:
         if self._wants_logprobs:
             self._pending += _logprobs(answer, piece)
         return self._numbered([sent for event in piece.events for sent in self._of(answer, event)])
@@ -159,6 +173,12 @@ class ResponseBuilder:
         events = list(self._close("incomplete"))
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._numbered([*events, self._state("response.failed")])
+
+    def cancelled(self) -> list[Sent]:
+        """Events of an answer that its client has cancelled."""
+        events = list(self._close("incomplete"))
+        self.response["status"] = "cancelled"
+        return self._numbered([*events, self._state("response.cancelled")])
 
     def _of(self, answer: Answer, event: Event) -> Iterator[Sent]:
         if isinstance(event, CallBegins):

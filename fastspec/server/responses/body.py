@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
 
@@ -25,6 +25,9 @@ _NAMES: Final = {
 _SHOWN_NAMES: Final = {"response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 _RENAMED: Final = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 _SHOWN: Final = 80  # characters of a value that an error repeats
+Metadata: TypeAlias = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
 
 
 class FlatFunction(Function):
@@ -112,6 +115,14 @@ class ReasoningOptions(BaseModel):
     mode: Literal["standard"] | None = None
 
 
+class NamedConversation(BaseModel):
+    """A stored conversation."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    id: str
+
+
 class ObfuscationOptions(BaseModel):
     """Options of a stream; events are not padded."""
 
@@ -172,10 +183,11 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         | None
     ) = None
     store: bool | None = None
+    background: bool | None = None
     previous_response_id: str | None = None
-    metadata: Annotated[
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-    ] = Field(default_factory=dict)
+    conversation: str | NamedConversation | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    metadata: Metadata = Field(default_factory=dict)
     stream_options: ObfuscationOptions | None = None
 
     @model_validator(mode="before")
@@ -185,6 +197,19 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
             return body
         given = {name: value for name, value in body.items() if value is not None}
         return without_neutral(given, cls.model_fields, RESPONSE_ROW_OF)
+
+    @model_validator(mode="after")
+    def _together(self) -> ResponseBody:
+        if self.background and self.store is False:
+            raise Refusal("background keeps the response until it is asked for; leave store=false out", "background")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise Refusal("conversation and previous_response_id both say what is continued; give one", "conversation")
+        return self
+
+    @property
+    def conversation_id(self) -> str | None:
+        """Id of the conversation that is continued; None: there is none."""
+        return self.conversation.id if isinstance(self.conversation, NamedConversation) else self.conversation
 
     @property
     def taken(self) -> list[str]:
@@ -215,19 +240,20 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         """
         return [_function_at(at, tool) for at, tool in enumerate(self.tools or [])]
 
-    def asked(self, before: Sequence[Item], given: Sequence[Item]) -> AskedChat:
+    def asked(self, before: Sequence[Item], given: Sequence[Item], without: frozenset[int] = frozenset()) -> AskedChat:
         """The chat that this asks for.
 
         Args:
             before: items of the conversation so far.
             given: items of this request.
+            without: places of items that are left out, among both.
 
         Raises:
             Refusal: an item or a field that a chat cannot have.
         """
         built = MessageBuilder(self.instructions)
-        built.add("previous_response_id", before)
-        built.add("input", given)
+        built.add("previous_response_id" if self.conversation is None else "conversation", before, without)
+        built.add("input", given, frozenset(at - len(before) for at in without))
         if not built.messages:
             raise Refusal("input has no message; give one with a role and a content", "input")
         fields = {name: getattr(self, name) for name in _CHAT_FIELDS if name in self.model_fields_set}
@@ -257,8 +283,11 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
             for name in ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature")
         }
         shown |= {name: getattr(self, name) for name in ("top_p", "top_logprobs", "user", "max_tool_calls")}
+        shown |= {"background": bool(self.background), "truncation": self.truncation or "disabled"}
+        id = self.conversation_id
         format = text.format or TextFormat.model_validate({"type": "text"})
         return shown | {
+            "conversation": None if id is None else {"id": id},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "tools": self.tools or [],
             "tool_choice": _plain(self.tool_choice) or "auto",
@@ -277,7 +306,7 @@ def _function_at(at: int, tool: Mapping[str, Any]) -> FlatFunction:
     if kind != "function":
         raise Refusal(
             f"tools.{at}.type must be function, got {str(kind)[:_SHOWN]!r}: the server runs no tools of its own; offer "
-            "a function",
+            'a function that your client runs, {"type": "function", "name": ..., "parameters": ...}',
             "tools",
         )
     try:

@@ -55,18 +55,20 @@ class MessageBuilder:
         """All messages."""
         return [each.message for each in self._placed]
 
-    def add(self, place: str, items: Sequence[Item]) -> None:
+    def add(self, place: str, items: Sequence[Item], without: frozenset[int] = frozenset()) -> None:
         """Adds items.
 
         Args:
             place: name of the list of items for errors.
             items: with a type each; one that has a role is a message.
+            without: places of items that are left out.
 
         Raises:
             Refusal: an item of another type, or with an unknown part.
         """
         for at, item in enumerate(items):
-            self._add(f"{place}[{at}]", {name: value for name, value in item.items() if value is not None})
+            if at not in without:
+                self._add(f"{place}[{at}]", {name: value for name, value in item.items() if value is not None})
 
     def renamed(self, message: str) -> str:
         """An error about messages, as one about the items that they were made of."""

@@ -1,15 +1,20 @@
-"""Responses that later requests continue, in memory."""
+"""Responses and conversations that later requests continue, in memory."""
 
 from __future__ import annotations
 
+import json
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from fastspec.server.errors import Refusal
-from fastspec.server.responses.items import Item
+from fastspec.server.responses.background import BackgroundRun
+from fastspec.server.responses.items import Item, MessageBuilder
+
+_SHOWN = 80  # characters of a value that an error repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,47 +22,91 @@ class StoredResponse:
     """A response and its conversation.
 
     Attributes:
-        body: the response.
-        items: the conversation up to its end; those of earlier responses are shared with them.
+        body: the response; it changes while the response is made.
+        inputs: the conversation before its output; those of earlier responses are shared with them.
         owner: API key of the request; None: it had none.
+        run: makes the response in the background; None: it was made with its request.
     """
 
     body: dict[str, Any]
-    items: tuple[Item, ...]
+    inputs: tuple[Item, ...]
     owner: str | None
+    run: BackgroundRun | None = None
 
-    def inputs(self, *, limit: str, order: str, after: str | None) -> dict[str, Any]:
-        """A page of the items before the output, as the query of a request asks for it.
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """The conversation up to the end of the response."""
+        return (*self.inputs, *self.body["output"])
 
-        Args:
-            limit: largest number of items, 1 to 100.
-            order: "asc", or "desc" for the newest first.
-            after: id of the item before the page; None: the first page.
+    @property
+    def open(self) -> bool:
+        """True while it is made."""
+        return self.run is not None and self.run.open
 
-        Raises:
-            Refusal: another value.
-        """
-        items = [_listed(item) for item in self.items[: len(self.items) - len(self.body["output"])]]
-        if order not in ("asc", "desc"):
-            raise Refusal(f"order must be asc or desc, got {order[:80]!r}", "order")
-        if not limit.isdecimal() or not 1 <= int(limit) <= 100:
-            raise Refusal(f"limit must be 1 to 100, got {limit[:80]!r}", "limit")
-        if order == "desc":
-            items.reverse()
-        start = 0 if after is None else next((at for at, item in enumerate(items, 1) if item["id"] == after), None)
-        if start is None:
-            raise Refusal(f"after names {str(after)[:80]!r}, which is no input of this response", "after")
-        page = items[start : start + int(limit)]
-        ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
-        return {"object": "list", "data": page, "has_more": start + len(page) < len(items), **ids}
+
+@dataclass(slots=True)
+class Conversation:
+    """Items that responses continue, and to which they add.
+
+    Attributes:
+        metadata: texts of the client.
+        owner: API key of the request that made it; None: it had none.
+        items: all items; each has an id.
+        busy: True while a response of it is made.
+        size: bytes of its items as JSON.
+    """
+
+    metadata: dict[str, str]
+    owner: str | None
+    id: str = field(default_factory=lambda: f"conv_{uuid.uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    items: list[Item] = field(default_factory=list)
+    busy: bool = False
+    size: int = 0
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The conversation in OpenAI's shape, without its items."""
+        return {"id": self.id, "object": "conversation", "created_at": self.created, "metadata": self.metadata}
+
+    def add(self, items: Sequence[Item]) -> None:
+        """Adds items, which have ids."""
+        self.items += items
+        self.size += sum(map(_bytes_of, items))
+
+    def find(self, id: str) -> Item:
+        """Returns an item. Raises Refusal if there is none of this id."""
+        for item in self.items:
+            if item["id"] == id:
+                return item
+        raise Refusal(f"there is no item {id[:_SHOWN]!r} in this conversation; list its items", status=404)
+
+    def remove(self, id: str) -> None:
+        """Removes an item. Raises Refusal as `find`."""
+        item = self.find(id)
+        self.items.remove(item)
+        self.size -= _bytes_of(item)
+
+
+def _bytes_of(item: Item) -> int:
+    return len(json.dumps(item))
+
+
+def checked(items: Sequence[Item]) -> list[Item]:
+    """Items for a conversation, each with an id. Raises Refusal if a message cannot be made of one."""
+    try:
+        MessageBuilder().add("items", items)
+    except Refusal as error:
+        raise error.renamed(error.message, "items") from None
+    return with_ids(items)
 
 
 def with_ids(items: Sequence[Item]) -> list[Item]:
     """Gives an id to each item that has none."""
-    return [{"id": f"item_{uuid.uuid4().hex}", **item} for item in items]
+    return [{**item, "id": item.get("id") or f"item_{uuid.uuid4().hex}"} for item in items]
 
 
-def _listed(item: Item) -> Item:
+def listed(item: Item) -> Item:
     """An item as lists have it: a message has a type, a status and parts."""
     if item.get("type", "message") != "message":
         return item
@@ -68,11 +117,59 @@ def _listed(item: Item) -> Item:
     return {"status": "completed", **item, "type": "message", "content": parts}
 
 
-class ResponseStore:
-    """The last responses. Each is known only to requests with the API key of the request that made it.
+def page_of(items: Sequence[Item], *, limit: str, order: str, after: str | None) -> dict[str, Any]:
+    """A page of items, as the query of a request asks for it.
 
     Args:
-        size: number of responses; the one that was not used for the longest time makes room. 0: none is kept.
+        items: each has an id.
+        limit: largest number of items, 1 to 100.
+        order: "asc", or "desc" for the newest first.
+        after: id of the item before the page; None: the first page.
+
+    Raises:
+        Refusal: another value.
+    """
+    shown = [listed(item) for item in items]
+    if order not in ("asc", "desc"):
+        raise Refusal(f"order must be asc or desc, got {order[:_SHOWN]!r}", "order")
+    if not limit.isdecimal() or not 1 <= int(limit) <= 100:
+        raise Refusal(f"limit must be 1 to 100, got {limit[:_SHOWN]!r}", "limit")
+    if order == "desc":
+        shown.reverse()
+    start = 0 if after is None else next((at for at, item in enumerate(shown, 1) if item["id"] == after), None)
+    if start is None:
+        raise Refusal(f"after names {str(after)[:_SHOWN]!r}, which is none of the items; leave it out", "after")
+    page = shown[start : start + int(limit)]
+    ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": "", "last_id": ""}
+    return {"object": "list", "data": page, "has_more": start + len(page) < len(shown), **ids}
+
+
+class Owned(Protocol):
+    """What a store keeps for one API key."""
+
+    @property
+    def owner(self) -> str | None:
+        """The API key; None: requests without one."""
+
+
+OwnedT = TypeVar("OwnedT", bound=Owned)
+
+
+def _of_owner(kept: OrderedDict[str, OwnedT], id: str, owner: str | None) -> OwnedT | None:
+    """What is kept under an id for this API key, which is then the last one used."""
+    found = kept.get(id)
+    if found is None or found.owner != owner:
+        return None
+    kept.move_to_end(id)
+    return found
+
+
+class ResponseStore:
+    """The last responses and conversations. Each is known only to requests with the API key that made it.
+
+    Args:
+        size: number of responses, and of conversations; the one that was not used for the longest time makes room.
+            0: none is kept.
 
     Raises:
         ValueError: `size` is below 0.
@@ -83,12 +180,14 @@ class ResponseStore:
             raise ValueError(f"response_store must be 0 or more responses, got {size}")
         self.size = size
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
+        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
 
     def keep(self, response: StoredResponse) -> None:
-        """Keeps a response under its id."""
+        """Keeps a response under its id. Those that are still made do not make room."""
         self._stored[response.body["id"]] = response
-        while len(self._stored) > self.size:
-            self._stored.popitem(last=False)
+        ended = [id for id, each in self._stored.items() if not each.open]
+        for id in ended[: max(0, len(ended) - self.size)]:
+            del self._stored[id]
 
     def get(self, id: str, owner: str | None, field: str | None = None) -> StoredResponse:
         """Returns a response.
@@ -101,22 +200,57 @@ class ResponseStore:
         Raises:
             Refusal: it is not kept here.
         """
-        found = self._stored.get(id)
-        if found is None or found.owner != owner:
+        found = _of_owner(self._stored, id, owner)
+        if found is None:
             message = "this server keeps no responses: send all items as input, or serve with --response-store N"
             if self.size:
                 message = (
-                    f"there is no response {id[:80]!r} here; the last {self.size} are kept, unless store was false"
+                    f"there is no response {id[:_SHOWN]!r} here; the last {self.size} are kept, unless store was false"
                 )
             status, code = (400, "previous_response_not_found") if field else (404, "response_not_found")
             raise Refusal(message, field, status=status, code=code)
-        self._stored.move_to_end(id)
         return found
 
     def delete(self, id: str, owner: str | None) -> None:
-        """Forgets a response. Raises Refusal as `get`."""
-        self.get(id, owner)
+        """Forgets a response; one that is still made is cancelled. Raises Refusal as `get`."""
+        found = self.get(id, owner)
+        if found.run is not None:
+            found.run.cancel()
         del self._stored[id]
+
+    def begin(self, conversation: Conversation) -> Conversation:
+        """Keeps a new conversation. Raises Refusal if none is kept here."""
+        if not self.size:
+            raise Refusal(
+                "this server keeps no conversations: send all items as input, or serve with --response-store N"
+            )
+        self._conversations[conversation.id] = conversation
+        idle = [id for id, each in self._conversations.items() if not each.busy]
+        for id in idle[: max(0, len(idle) - self.size)]:
+            del self._conversations[id]
+        return conversation
+
+    def conversation(self, id: str, owner: str | None, field: str | None = None) -> Conversation:
+        """Returns a conversation; the arguments are those of `get`.
+
+        Raises:
+            Refusal: it is not kept here.
+        """
+        found = _of_owner(self._conversations, id, owner)
+        if found is None:
+            kept = f"the last {self.size} are kept" if self.size else "serve with --response-store N to keep some"
+            raise Refusal(
+                f"there is no conversation {id[:_SHOWN]!r} here; {kept}",
+                field,
+                status=400 if field else 404,
+                code="conversation_not_found",
+            )
+        return found
+
+    def end(self, id: str, owner: str | None) -> None:
+        """Forgets a conversation. Raises Refusal as `conversation`."""
+        self.conversation(id, owner)
+        del self._conversations[id]
 
     def resolved(self, items: Sequence[Item], owner: str | None) -> list[Item]:
         """Replaces references among items by the items that they name.
@@ -129,13 +263,14 @@ class ResponseStore:
     def _item(self, at: int, item: Item, owner: str | None) -> Item:
         if item.get("type") != "item_reference" and item.keys() != {"id"}:
             return item
-        for response in reversed(self._stored.values()):
-            for one in response.items if response.owner == owner else ():
+        kept: list[Conversation | StoredResponse] = [*self._conversations.values(), *self._stored.values()]
+        for each in reversed(kept):
+            for one in each.items if each.owner == owner else ():
                 if one.get("id") == item.get("id"):
                     return one
-        kept = f"the last {self.size} responses are kept" if self.size else "this server keeps no responses"
+        told = f"the last {self.size} responses are kept" if self.size else "this server keeps no responses"
         raise Refusal(
-            f"input[{at}] refers to {str(item.get('id'))[:80]!r}, and {kept}: send the item itself (clients do with "
-            "store=false), or serve with --response-store N",
+            f"input[{at}] refers to {str(item.get('id'))[:_SHOWN]!r}, and {told}: send the item itself (clients do "
+            "with store=false), or serve with --response-store N",
             "input",
         )

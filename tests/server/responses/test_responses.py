@@ -175,7 +175,7 @@ def test_stored_responses_are_read_and_forgotten(scripted: Running) -> None:
         with pytest.raises(openai.BadRequestError, match="there is no response") as raised:
             client.responses.create(model="small", input="x", previous_response_id=id)
         assert raised.value.param == "previous_response_id"
-    assert get(scripted, f"/v1/responses/{made.id}?stream=true")[0] == 400
+    assert get(scripted, f"/v1/responses/{more.id}?stream=true")[0] == 400
 
 
 def test_logprobs_are_those_of_the_text(scripted: Running) -> None:
@@ -229,8 +229,15 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": "x" * 500}, "input", "are all that prompt and answer may have"),
     ({"max_output_tokens": 500}, "max_output_tokens", "max_output_tokens must be at most"),
     ({"previous_response_id": "resp_x"}, "previous_response_id", "serve with --response-store N"),
-    ({"background": True}, "background", "send stream=true for a long one"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "tools.0.type must be function, got 'web_search'"),
+    ({"background": True}, "background", "serve with --response-store N, or send stream=true"),
+    ({"background": True, "store": False}, "background", "leave store=false out"),
+    ({"conversation": "conv_x"}, "conversation", "serve with --response-store N to keep some"),
+    ({"conversation": {"id": "conv_x"}, "previous_response_id": "x"}, "conversation", "give one"),
+    ({"truncation": "last"}, "truncation", "Input should be 'auto' or 'disabled'"),
+    *(
+        ({"tools": [{"type": kind}]}, "tools", f"tools.0.type must be function, got '{kind}': the server runs no tools")
+        for kind in ("web_search", "file_search", "code_interpreter", "computer", "mcp", "image_generation", "custom")
+    ),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools.0.name: String should match"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice is required, and there are no tools"),
     ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "names 'x', which is none of the tools"),
@@ -306,7 +313,7 @@ def test_a_response_belongs_to_its_key(gen: FastSpecGenerator) -> None:
 def test_the_store_is_bounded() -> None:
     store = ResponseStore(2)
     for name in "abc":
-        store.keep(StoredResponse({"id": name}, ({"id": f"msg_{name}"},), None))
+        store.keep(StoredResponse({"id": name, "output": []}, ({"id": f"msg_{name}"},), None))
         store.get("a", None) if name == "b" else None
     assert [name for name in "abc" if name in store._stored] == ["a", "c"], "a was used after b"
     assert store.resolved([{"id": "msg_c"}, {"role": "user"}], None) == [{"id": "msg_c"}, {"role": "user"}]

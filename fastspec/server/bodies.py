@@ -1,0 +1,131 @@
+"""Bodies of HTTP: those of requests are read within limits, answers are sent as events, until a client disconnects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, Final, TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from pydantic import BaseModel
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from fastspec.server.errors import Refusal
+from fastspec.server.field_table import RequestField
+from fastspec.server.fields import read
+from fastspec.server.request_log import record_of
+from fastspec.server.service import Service
+
+T = TypeVar("T")
+BodyT = TypeVar("BodyT", bound=BaseModel)
+_LONG: Final = 2**15  # bytes of a body that are parsed beside the event loop
+_LOGGER = logging.getLogger("fastspec.server")
+
+
+async def _data(request: Request, limit: int) -> bytes:
+    """Reads the body, up to a number of bytes."""
+    kind = request.headers.get("content-type", "").split(";")[0].strip()
+    if kind.lower() != "application/json":  # a page in a browser cannot send this to another site without being asked
+        raise Refusal(f"content-type must be application/json, got {kind!r}", status=415)
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise Refusal(
+                f"the body has more than {limit} bytes; shorten it, or serve with --limit body=BYTES", status=413
+            )
+        parts.append(part)
+    return b"".join(parts)
+
+
+async def read_body(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
+    """Reads and checks the body of a request.
+
+    Raises:
+        Refusal: it does not come in time, is too long, or has a wrong field or model.
+    """
+    try:
+        data = await asyncio.wait_for(_data(request, service.limits.body), service.limits.seconds)
+    except asyncio.TimeoutError:
+        raise Refusal("the body did not come in time; send it again", status=408) from None
+    except ClientDisconnect:
+        raise _client_gone() from None
+    # a long body takes a while to parse: other requests go on meanwhile
+    body: BodyT = read(kind, data) if len(data) < _LONG else await asyncio.to_thread(read, kind, data)
+    name: str | None = getattr(body, "model", None)
+    record_of(request.scope).model = name
+    if name is not None:
+        service.check_model(name)
+    return body
+
+
+def note_taken(given: list[str], rows: Mapping[str, RequestField], noted: set[str]) -> None:
+    """Logs fields that change no answer, each once.
+
+    Args:
+        given: names of such fields in a request.
+        rows: rows of the table by name.
+        noted: names that were logged; gets the new ones.
+    """
+    for name in given:
+        if name not in noted:
+            noted.add(name)
+            _LOGGER.info(f"requests have the field {name}, which changes no answer: {rows[name].note}")
+
+
+async def unless_gone(result: Coroutine[Any, Any, T], request: Request) -> T:
+    """Waits for a result; raises Refusal if the client disconnects before."""
+    task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _client_gone()
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Waits until the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _client_gone() -> Refusal:
+    return Refusal("the client is gone", status=499)
+
+
+class EventStream(StreamingResponse):
+    """Sends answers as server-sent events.
+
+    Args:
+        events: their bytes.
+        ended: called when all are sent, or the client has disconnected.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None] = lambda: None) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter: nginx holds nothing back
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self._ended = ended
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
+
+
+def event(content: Mapping[str, Any]) -> bytes:
+    """An event of a stream."""
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+def typed_event(content: Mapping[str, Any]) -> bytes:
+    """An event of /v1/responses, whose type is told by the stream, too."""
+    return f"event: {content['type']}\n".encode() + event(content)

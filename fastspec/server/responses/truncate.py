@@ -1,0 +1,64 @@
+"""Choice of the items that a context has room for: the oldest ones are dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from fastspec.server.responses.items import Item
+
+_ROLES: Final = {"user": "user", "system": "pinned", "developer": "pinned"}
+
+
+def _side(item: Item) -> str:
+    """Who speaks: "user", "model" or "tool"; "pinned" for what is never dropped."""
+    kind = item.get("type", "message")
+    if kind == "function_call_output":
+        return "tool"
+    return _ROLES.get(str(item.get("role")), "model") if kind == "message" else "model"
+
+
+def droppable(items: Sequence[Item]) -> list[list[int]]:
+    """Groups of items that can be dropped, in order; each is a list of places.
+
+    A turn begins with a message of the user, and is dropped whole. Of the last turn, the user's message stays. Its
+    replies can be dropped, each with the results of its calls, but for the last one. Messages of the roles system and
+    developer stay.
+    """
+    turns: list[list[list[int]]] = [[]]  # each is a list of its messages of the user and its replies
+    before = ""
+    for at, item in enumerate(items):
+        side = _side(item)
+        if side == "pinned":
+            continue
+        if side == "user" and before != "user":
+            turns.append([])
+        if before != side and not (side == "tool" and before == "model"):
+            turns[-1].append([])
+        turns[-1][-1].append(at)
+        before = side
+    *older, last = [turn for turn in turns if turn] or [[]]
+    first = 1 if last and _side(items[last[0][0]]) == "user" else 0
+    return [[at for reply in turn for at in reply] for turn in older] + last[first:-1]
+
+
+def dropped(items: Sequence[Item], fits: Callable[[frozenset[int]], bool]) -> frozenset[int]:
+    """Places of the fewest oldest items without which the others fit; of all that can be dropped if none do.
+
+    Args:
+        items: items of a conversation.
+        fits: True if the conversation fits without the items at these places.
+    """
+    groups = droppable(items)
+
+    def oldest(count: int) -> frozenset[int]:
+        return frozenset(at for group in groups[:count] for at in group)
+
+    low, high = 0, len(groups)
+    while low < high:
+        middle = (low + high) // 2
+        if fits(oldest(middle)):
+            high = middle
+        else:
+            low = middle + 1
+    return oldest(low)
