@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -18,125 +17,19 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 import fastspec
 from fastspec.server.access import Access
 from fastspec.server.bodies import EventStream, event, note_taken, read_body, unless_gone
-from fastspec.server.echo import Echo
+from fastspec.server.completions.envelope import Envelope
 from fastspec.server.errors import Refusal, failed, no_such
 from fastspec.server.field_table import TAKEN
-from fastspec.server.fields import Body, Chat, Completion, StreamOptions
+from fastspec.server.fields import Body, Chat, Completion
 from fastspec.server.openapi import description
 from fastspec.server.request_log import REQUEST_ID, Recorded, record_of
 from fastspec.server.responses.routes import response_routes
 from fastspec.server.service import Job, Service
-from fastspec.server.texts import Answer, Piece
+from fastspec.server.texts import Answer
 from fastspec.server.tokens import Detokenize, Tokenize, detokenized, tokenized
 from fastspec.server.weights import UpdateWeights, WeightControl
 
 Route = Callable[[Request], Awaitable[Response]]
-
-
-class Envelope:
-    """Builds the bodies around the answers of one request.
-
-    Args:
-        body: the body of the request.
-        service: its name and time are in each body.
-    """
-
-    def __init__(self, body: Body, service: Service) -> None:
-        self.chat = isinstance(body, Chat)
-        options = body.stream_options or StreamOptions()
-        self.with_usage = options.include_usage
-        self.always_usage = options.include_usage and options.continuous_usage_stats
-        self.drawn, self.num_answers = body.drawn, body.n
-        self._with_ids, self._recorded = body.return_token_ids, body.recorded is not None
-        self._sent: dict[int, int] = {}  # number of token ids that were sent, by answer
-        self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        self._name, self._created = service.name, int(time.time())
-        self._begun: set[int] = set()  # answers of which something was sent
-        self._echo, self._prompt_logprobs = Echo(body), body.prompt_logprobs
-
-    def _whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
-        shared: dict[str, Any] = {"id": self._id, "object": kind, "created": self._created, "model": self._name}
-        shared |= {"system_fingerprint": f"fastspec-{fastspec.__version__}", "choices": choices}
-        return shared if usage is None else shared | {"usage": usage}
-
-    def whole(self, texts: list[tuple[Answer, str, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Body with all answers: each has its text and its finish reason."""
-        choices: list[dict[str, Any]] = []
-        for answer, text, reason in texts:
-            count = len(answer.request.new_tokens)
-            shared = {"index": answer.index, "finish_reason": reason}
-            if self.chat:
-                logprobs = answer.chat_logprobs(0, count)
-                choices.append({**shared, "message": answer.message(), "logprobs": logprobs})
-            else:
-                choice = {**shared, "text": text, "logprobs": answer.text_logprobs(0, count)}
-                choices.append(self._echo.added(answer, choice))
-            if not self._recorded:  # log-probabilities may have been recorded to choose the best answers
-                choices[-1]["logprobs"] = None
-            choices[-1] |= self._ids(answer, count)
-        whole = self._whole("chat.completion" if self.chat else "text_completion", choices, self._echo.usage(usage))
-        return whole | self._prompt_ids(texts[0][0]) | self._prompt_scores(texts[0][0])
-
-    def _ids(self, answer: Answer, stop: int) -> dict[str, Any]:
-        """Token ids of an answer that were not sent yet, where the request wants them."""
-        if not self._with_ids:
-            return {}
-        start = self._sent.get(answer.index)
-        self._sent[answer.index] = stop = 0 if self._echo.silent else stop
-        prompt = {"prompt_token_ids": answer.request.prompt} if start is None and not self.chat else {}
-        return {"token_ids": answer.request.new_tokens[start or 0 : stop], **prompt}
-
-    def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
-        """Token ids of the messages of a chat, where the request wants them."""
-        return {"prompt_token_ids": answer.request.prompt} if self.chat and self._with_ids else {}
-
-    def _prompt_scores(self, answer: Answer) -> dict[str, Any]:
-        """Log-probabilities of the tokens of a chat's messages, where the request wants them."""
-        wanted = self._prompt_logprobs if self.chat else None
-        return {} if wanted is None else {"prompt_logprobs": answer.prompt_logprobs(wanted)}
-
-    def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Events of a piece: its text or its parts, then the finish reason."""
-        shared: dict[str, Any] = {"index": answer.index, "finish_reason": None}
-        choices = [{**shared, **one} for one in (self._deltas if self.chat else self._texts)(answer, piece)]
-        if piece.reason is not None:
-            end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
-            choices.append({**shared, **end, "logprobs": None, "finish_reason": piece.reason})
-        kind = "chat.completion.chunk" if self.chat else "text_completion"
-        told: dict[str, Any] = {"usage": None} if self.with_usage else {}  # what is to come at the end
-        if not self._sent:
-            told |= self._prompt_ids(answer)
-        if choices:
-            choices[0] |= self._ids(answer, piece.stop)
-        return [self._whole(kind, [one], None) | told for one in choices]
-
-    def _texts(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Texts of a completion: before its first piece the prompt, with `echo`."""
-        first = answer.index not in self._begun
-        if not piece.text and piece.start == piece.stop and not first:
-            return []
-        self._begun.add(answer.index)
-        before = self._echo.begin(answer) if first else None
-        texts = [] if before is None else [before]
-        if not self._echo.silent:
-            texts.append({"text": piece.text, "logprobs": answer.text_logprobs(piece.start, piece.stop)})
-        return texts
-
-    def _deltas(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Deltas of a chat, one for each part; the first has the log-probabilities of all tokens of the piece."""
-        logprobs = answer.chat_logprobs(piece.start, piece.stop) if piece.start < piece.stop else None
-        deltas = [answer.delta(event) for event in piece.events]
-        first = answer.index not in self._begun
-        if not deltas and (logprobs is not None or (first and piece.reason is not None)):
-            deltas = [{"content": ""}]
-        if deltas and first:
-            self._begun.add(answer.index)
-            deltas[0] = {"role": "assistant", "content": None, **deltas[0]}
-        return [{"delta": delta, "logprobs": None if at else logprobs} for at, delta in enumerate(deltas)]
-
-    def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Last event of a stream, with usage if it was requested."""
-        return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], self._echo.usage(usage))
 
 
 def app_of(service: Service, access: Access | None = None) -> ASGIApp:

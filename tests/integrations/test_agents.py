@@ -289,18 +289,20 @@ CLIENTS = (
         "openai-agents",
         ("openai-agents",),
         ("main.py",),
-        tuple(
-            f"{kind} {shown}"
-            for kind in ("OpenAIResponsesModel", "OpenAIChatCompletionsModel")
-            for shown in (
-                r"agent: Rain comes\. \['rain in Paris at 9 C'\]",
-                r"streamed: Rain comes\. True",
-                "typed: city='Paris' unit='C'",
-                r"required: Rain comes\.",
-                r"more: Rain comes\.",
-            )
-        )
-        + (r"session: Rain comes\. 12 2",),
+        (
+            *(
+                f"{kind} {shown}"
+                for kind in ("OpenAIResponsesModel", "OpenAIChatCompletionsModel")
+                for shown in (
+                    r"agent: Rain comes\. \['rain in Paris at 9 C'\]",
+                    r"streamed: Rain comes\. True",
+                    "typed: city='Paris' unit='C'",
+                    r"required: Rain comes\.",
+                    r"more: Rain comes\.",
+                )
+            ),
+            r"session: Rain comes\. 12 2",
+        ),
         {"main.py": AGENTS},
     ),
     Other(

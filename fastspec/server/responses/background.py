@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
 
 from fastspec.server.errors import Refusal
-from fastspec.server.responses.answer import ResponseBuilder
+from fastspec.server.responses.answer import ResponseBuilder, Sent
 
 if TYPE_CHECKING:
     from fastspec.server.service import Job
@@ -25,13 +25,13 @@ class BackgroundRun:
 
     def __init__(
         self,
-        events: AsyncIterator[dict[str, Any]],
+        events: AsyncIterator[Sent],
         built: ResponseBuilder,
         job: Job,
         ended: Callable[[], None],
     ) -> None:
         self._made, self._built, self._job, self._ended = events, built, job, ended
-        self._events: list[Mapping[str, Any]] = []
+        self._events: list[Sent] = []
         self._more, self._cancelled = asyncio.Event(), False
         self._task = asyncio.ensure_future(self._run())
 
@@ -50,7 +50,7 @@ class BackgroundRun:
         """Waits for the last event."""
         await asyncio.shield(self._task)
 
-    async def after(self, number: int) -> AsyncIterator[Mapping[str, Any]]:
+    async def after(self, number: int) -> AsyncIterator[Sent]:
         """Events with a larger `sequence_number`, while they are made."""
         at = number + 1
         while True:
@@ -77,7 +77,7 @@ class BackgroundRun:
             self._ended()
             asyncio.get_running_loop().call_soon(self._wake)  # when the task has ended
 
-    def _add(self, event: Mapping[str, Any]) -> None:
+    def _add(self, event: Sent) -> None:
         self._events.append(event)
         self._wake()
 

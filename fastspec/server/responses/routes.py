@@ -16,11 +16,11 @@ from fastspec.server.bodies import EventStream, note_taken, read_body, typed_eve
 from fastspec.server.errors import Refusal
 from fastspec.server.field_table import RESPONSE_TAKEN
 from fastspec.server.request_log import record_of
-from fastspec.server.responses.answer import ResponseBuilder
+from fastspec.server.responses.answer import ResponseBuilder, Sent
 from fastspec.server.responses.background import BackgroundRun
 from fastspec.server.responses.body import AskedChat, Metadata, ResponseBody
 from fastspec.server.responses.items import Item
-from fastspec.server.responses.store import Conversation, StoredResponse, checked, listed, page_of, with_ids
+from fastspec.server.responses.store import StoredConversation, StoredResponse, checked, listed, page_of, with_ids
 from fastspec.server.responses.truncate import dropped
 from fastspec.server.service import Job, Service
 
@@ -55,7 +55,7 @@ class NewMetadata(BaseModel):
 
 
 @dataclass(slots=True)
-class Turn:
+class ResponseTurn:
     """One request of /v1/responses with the conversation that it continues.
 
     Attributes:
@@ -69,7 +69,7 @@ class Turn:
     owner: str | None
     before: tuple[Item, ...]
     given: list[Item]
-    conversation: Conversation | None
+    conversation: StoredConversation | None
     without: frozenset[int] = frozenset()
 
     @property
@@ -150,12 +150,12 @@ def response_routes(service: Service, noted: set[str]) -> Iterator[Route]:
 def _conversation_routes(service: Service) -> Iterator[Route]:
     store = service.responses
 
-    def found(request: Request) -> Conversation:
+    def found(request: Request) -> StoredConversation:
         return store.conversation(request.path_params["id"], request.state.api_key)
 
     async def begin(request: Request) -> Response:
         body = await read_body(service, request, NewConversation)
-        made = Conversation(body.metadata or {}, request.state.api_key)
+        made = StoredConversation(body.metadata or {}, request.state.api_key)
         made.add(checked(body.items or []))
         return JSONResponse(store.begin(made).body)
 
@@ -211,7 +211,7 @@ def _page(request: Request) -> dict[str, Any]:
     return {name: request.query_params.get(name, usual) for name, usual in _PAGE}
 
 
-def _with_room(service: Service, conversation: Conversation, field: str) -> None:
+def _with_room(service: Service, conversation: StoredConversation, field: str) -> None:
     """Raises Refusal if a conversation is as long as a body may be."""
     if conversation.size > service.limits.body:
         raise Refusal(
@@ -221,7 +221,7 @@ def _with_room(service: Service, conversation: Conversation, field: str) -> None
         )
 
 
-def _turn(service: Service, body: ResponseBody, owner: str | None) -> Turn:
+def _turn(service: Service, body: ResponseBody, owner: str | None) -> ResponseTurn:
     """Finds what a request continues. Raises Refusal if it is not kept here, or still made."""
     store, conversation = service.responses, None
     before: tuple[Item, ...] = ()
@@ -240,7 +240,7 @@ def _turn(service: Service, body: ResponseBody, owner: str | None) -> Turn:
         conversation = store.conversation(body.conversation_id, owner, "conversation")
         _with_room(service, conversation, "conversation")
         before = tuple(conversation.items)
-    return Turn(body, owner, before, with_ids(store.resolved(body.items, owner)), conversation)
+    return ResponseTurn(body, owner, before, with_ids(store.resolved(body.items, owner)), conversation)
 
 
 def _tokens(service: Service, asked: AskedChat) -> int:
@@ -293,7 +293,7 @@ async def _respond(service: Service, request: Request, noted: set[str]) -> Respo
         close()
 
 
-async def _started(service: Service, turn: Turn) -> Job:
+async def _started(service: Service, turn: ResponseTurn) -> Job:
     if turn.body.truncation == "auto":
         await asyncio.to_thread(turn.fit, service)
     asked = turn.asked
@@ -310,7 +310,7 @@ class _Held:
         Refusal: another response of the conversation is still made.
     """
 
-    def __init__(self, conversation: Conversation | None) -> None:
+    def __init__(self, conversation: StoredConversation | None) -> None:
         if conversation is not None and conversation.busy:
             raise Refusal(
                 "another response of this conversation is still made; wait for its end",
@@ -328,7 +328,7 @@ class _Held:
             self._conversation.busy = False
 
 
-async def _events(service: Service, turn: Turn, job: Job, built: ResponseBuilder) -> AsyncIterator[dict[str, Any]]:
+async def _events(service: Service, turn: ResponseTurn, job: Job, built: ResponseBuilder) -> AsyncIterator[Sent]:
     """Events of a response; before the last one it is kept."""
     for event in built.begin():
         yield event
@@ -348,10 +348,10 @@ async def _events(service: Service, turn: Turn, job: Job, built: ResponseBuilder
 
 def _in_background(
     service: Service,
-    turn: Turn,
+    turn: ResponseTurn,
     job: Job,
     built: ResponseBuilder,
-    events: AsyncIterator[dict[str, Any]],
+    events: AsyncIterator[Sent],
     held: _Held,
 ) -> Response:
     """Begins a response that is made whether its client waits or not."""

@@ -45,8 +45,8 @@ class StoredResponse:
 
 
 @dataclass(slots=True)
-class Conversation:
-    """Items that responses continue, and to which they add.
+class StoredConversation:
+    """A conversation that responses continue, and to which they add.
 
     Attributes:
         metadata: texts of the client.
@@ -145,7 +145,7 @@ def page_of(items: Sequence[Item], *, limit: str, order: str, after: str | None)
 
 
 class Owned(Protocol):
-    """What a store keeps for one API key."""
+    """An entry of a store that belongs to one API key."""
 
     @property
     def owner(self) -> str | None:
@@ -156,7 +156,7 @@ OwnedT = TypeVar("OwnedT", bound=Owned)
 
 
 def _of_owner(kept: OrderedDict[str, OwnedT], id: str, owner: str | None) -> OwnedT | None:
-    """What is kept under an id for this API key, which is then the last one used."""
+    """Finds the entry of an id and an API key, and counts it as used last."""
     found = kept.get(id)
     if found is None or found.owner != owner:
         return None
@@ -180,7 +180,7 @@ class ResponseStore:
             raise ValueError(f"response_store must be 0 or more responses, got {size}")
         self.size = size
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
-        self._conversations: OrderedDict[str, Conversation] = OrderedDict()
+        self._conversations: OrderedDict[str, StoredConversation] = OrderedDict()
 
     def keep(self, response: StoredResponse) -> None:
         """Keeps a response under its id. Those that are still made do not make room."""
@@ -218,7 +218,7 @@ class ResponseStore:
             found.run.cancel()
         del self._stored[id]
 
-    def begin(self, conversation: Conversation) -> Conversation:
+    def begin(self, conversation: StoredConversation) -> StoredConversation:
         """Keeps a new conversation. Raises Refusal if none is kept here."""
         if not self.size:
             raise Refusal(
@@ -230,7 +230,7 @@ class ResponseStore:
             del self._conversations[id]
         return conversation
 
-    def conversation(self, id: str, owner: str | None, field: str | None = None) -> Conversation:
+    def conversation(self, id: str, owner: str | None, field: str | None = None) -> StoredConversation:
         """Returns a conversation; the arguments are those of `get`.
 
         Raises:
@@ -263,7 +263,7 @@ class ResponseStore:
     def _item(self, at: int, item: Item, owner: str | None) -> Item:
         if item.get("type") != "item_reference" and item.keys() != {"id"}:
             return item
-        kept: list[Conversation | StoredResponse] = [*self._conversations.values(), *self._stored.values()]
+        kept: list[StoredConversation | StoredResponse] = [*self._conversations.values(), *self._stored.values()]
         for each in reversed(kept):
             for one in each.items if each.owner == owner else ():
                 if one.get("id") == item.get("id"):

@@ -21,9 +21,9 @@ def _side(item: Item) -> str:
 def droppable(items: Sequence[Item]) -> list[list[int]]:
     """Groups of items that can be dropped, in order; each is a list of places.
 
-    A turn begins with a message of the user, and is dropped whole. Of the last turn, the user's message stays. Its
-    replies can be dropped, each with the results of its calls, but for the last one. Messages of the roles system and
-    developer stay.
+    A turn begins with a message of the user, and is dropped whole. Of the last turn, the message of the user and the
+    last reply stay. Its earlier replies can be dropped, each with the results of its calls. Messages of the roles
+    system and developer stay.
     """
     turns: list[list[list[int]]] = [[]]  # each is a list of its messages of the user and its replies
     before = ""

@@ -11,7 +11,7 @@ import pytest
 
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
-from fastspec.server.responses.store import Conversation, ResponseStore
+from fastspec.server.responses.store import ResponseStore, StoredConversation
 from fastspec.server.service import Limits
 from tests.server.conftest import Running, running
 from tests.server.responses.test_responses import client_of
@@ -96,8 +96,8 @@ def test_conversations_are_bounded(gen: FastSpecGenerator, server: Running) -> N
     told = post(server, {}, "conversations")
     assert (told[0], "serve with --response-store N" in told[1]["error"]["message"]) == (400, True)
     store = ResponseStore(1)
-    held = store.begin(Conversation({}, None, busy=True))
-    names = [store.begin(Conversation({}, None)).id for _ in range(2)]
+    held = store.begin(StoredConversation({}, None, busy=True))
+    names = [store.begin(StoredConversation({}, None)).id for _ in range(2)]
     assert list(store._conversations) == [held.id, names[1]]
     with running(gen, response_store=1, limits=Limits(body=2000), access=Access(("one", "two"))) as served:
         keys = [{"Authorization": f"Bearer {key}"} for key in ("one", "two")]
