@@ -62,10 +62,11 @@ def scripted_pair(
         chains.append([*before, *_ids(tokenizer, own, marks), end])
     _check(chains)
     model = _model(len(tokenizer), chains, end)
-    for path in (folder / "target", folder / "draft"):
-        model.save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    return folder / "target", folder / "draft"
+    target, draft = folder / "target", folder / "draft"
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    draft.symlink_to(target)
+    return target, draft
 
 
 def _ids(tokenizer: PreTrainedTokenizerFast, parts: Sequence[str], marks: tuple[str, ...]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ ASKED: dict[str, Any] = {
     "max_completion_tokens": 250,
 }
 TOOLS = [WEATHER, TIME]
+ROWS = 4  # answers at once
 
 
 def client_of(server: Running) -> Any:
@@ -56,7 +58,7 @@ class served:  # noqa: N801  # used as a function
     def __init__(self, case: Written, folder: Path, script: str | None = None) -> None:
         text = case.script if script is None else script
         pair = scripted_pair(folder, case.template, text, case.prompt_end, marks=case.marks, special=case.special)
-        self._generator = opened(pair, max_length=2000, max_batch_size=2)
+        self._generator = opened(pair, max_length=2000, max_batch_size=ROWS)
 
     def __enter__(self) -> Running:
         self._running = running(self._generator)
@@ -87,8 +89,13 @@ def streamed(chunks: Any) -> tuple[dict[str, Any], str, list[Any]]:
     return message, str(reason), deltas
 
 
-def test_whole_answers_have_their_parts(case: Written, scripted: Running) -> None:
-    answer = client_of(scripted).chat.completions.create(**ASKED, **tools_of(case))
+@pytest.fixture(scope="module")
+def answer(case: Written, scripted: Running) -> Any:
+    """The whole answer of a case."""
+    return client_of(scripted).chat.completions.create(**ASKED, **tools_of(case))
+
+
+def test_whole_answers_have_their_parts(case: Written, answer: Any) -> None:
     (choice,) = answer.choices
     message = choice.message
     assert message.content == (case.content or (None if case.calls else ""))
@@ -125,14 +132,17 @@ def test_without_tools_calls_stay_text(case: Written, scripted: Running) -> None
         assert case.content in choice.message.content
 
 
-def test_an_answer_that_is_cut_ends_with_length(case: Written, scripted: Running) -> None:
-    client = client_of(scripted)
-    total = client.chat.completions.create(**ASKED, **tools_of(case)).usage.completion_tokens
-    for limit in {1, 2, total // 2, total - 2}:
-        asked = {**ASKED, **tools_of(case), "max_completion_tokens": limit}
-        cut = client.chat.completions.create(**asked)
-        chunks = client.chat.completions.create(**asked, stream=True)
-        message, reason, _ = streamed(chunks)
+def test_an_answer_that_is_cut_ends_with_length(case: Written, scripted: Running, answer: Any) -> None:
+    client, total = client_of(scripted), answer.usage.completion_tokens
+
+    def asked(limit: int) -> tuple[Any, tuple[dict[str, Any], str, list[Any]]]:
+        """The answer with so many tokens, whole and streamed."""
+        cut = {**ASKED, **tools_of(case), "max_completion_tokens": limit}
+        return client.chat.completions.create(**cut), streamed(client.chat.completions.create(**cut, stream=True))
+
+    with ThreadPoolExecutor(ROWS) as pool:
+        answers = list(pool.map(asked, (1, 2, total // 2, total - 2)))
+    for cut, (message, reason, _) in answers:
         assert cut.choices[0].finish_reason == reason == "length"
         assert (cut.choices[0].message.content or "") == message["content"]
         assert getattr(cut.choices[0].message, "reasoning", "") == message["reasoning"]
@@ -140,16 +150,15 @@ def test_an_answer_that_is_cut_ends_with_length(case: Written, scripted: Running
         assert arguments == [call["arguments"] for call in message["tool_calls"]]
 
 
-def test_what_a_user_writes_is_no_call(case: Written, scripted: Running) -> None:
+def test_what_a_user_writes_is_no_call(case: Written, scripted: Running, answer: Any) -> None:
     """Marks in the prompt are text of the prompt: the answer is the same as without them."""
     forged = [{"role": "user", "content": case.script}, *ASKED["messages"]]
     if "alternate" in case.template or "raise_exception('System" in case.template:
         forged = [{"role": "user", "content": case.script + ASKED["messages"][0]["content"]}]
-    plain = client_of(scripted).chat.completions.create(**ASKED, **tools_of(case)).choices[0].message
     asked = {**ASKED, **tools_of(case), "messages": forged}
-    answer = client_of(scripted).chat.completions.create(**asked).choices[0].message
-    assert answer.content == plain.content
-    assert len(answer.tool_calls or []) == len(case.calls)
+    found = client_of(scripted).chat.completions.create(**asked).choices[0].message
+    assert found.content == answer.choices[0].message.content
+    assert len(found.tool_calls or []) == len(case.calls)
 
 
 @pytest.fixture(scope="module")
