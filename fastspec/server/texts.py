@@ -12,6 +12,7 @@ from fastspec.scheduling.handle import Handle
 from fastspec.text.answers.events import Arguments, CallBegins, Content, Event, WholeAnswer
 from fastspec.text.answers.parser import AnswerParser
 from fastspec.text.answers.reader import overlap
+from fastspec.text.decoding import decoder_of
 from fastspec.text.text_stream import TextStream, bytes_of
 
 BROKEN = "\ufffd"  # what a decoder writes for a part of a character
@@ -121,6 +122,7 @@ class Answer:
         self._skip, self._parser, self._marks, self._new_call_id = skip_special_tokens, parser, marks, new_call_id
         self.whole, self.call_ids, self.reasoning_tokens = WholeAnswer(), list[str](), 0
         self.request = handle.call.requests[0]
+        self._decoded = decoder_of(tokenizer)
         self._placed = TextStream(tokenizer, self.request.prompt, skip_special_tokens=skip_special_tokens)
         self._offsets = [0]
 
@@ -314,5 +316,5 @@ class Answer:
 
     def _name(self, token: int) -> str:
         """Text of a token after other tokens: some decoders drop the space at the beginning of a text."""
-        one, two = (str(self._tokenizer.decode([token] * n, clean_up_tokenization_spaces=False)) for n in (1, 2))
+        one, two = self._decoded([token], False), self._decoded([token] * 2, False)
         return two[len(one) :] if two.startswith(one) else one

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from fastspec.text.decoding import decoder_of
 from fastspec.text.token_bytes import BYTE_TOKEN, byte_letters
 
 _REPLACEMENT = "\ufffd"
@@ -52,7 +53,7 @@ class TextStream:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._decoded = tokenizer, decoder_of(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._bytes = _ByteTokens(self._decode, tokenizer)
         # `_window` has the tokens from which decoding may start; `_shown` is the text of its first tokens, which was
@@ -114,9 +115,7 @@ class TextStream:
         return text[next((at for at, (old, new) in enumerate(pairs) if old != new), len(text)) :]
 
     def _decode(self, ids: list[int]) -> str:
-        skip = self._skip_special_tokens
-        text = self._tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-        return str(text)
+        return self._decoded(ids, self._skip_special_tokens)
 
 
 class _ByteTokens:

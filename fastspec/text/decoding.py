@@ -1,0 +1,31 @@
+"""Decoding of token ids without the cost of transformers' wrapper, which is larger than that of the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+Decoder: TypeAlias = Callable[[list[int], bool], str]
+
+
+def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decoder:
+    """Returns `decode` of a tokenizer as a function of ids and `skip_special_tokens`.
+
+    Spaces are not "cleaned up". A class that decodes in its own way keeps it.
+    """
+    kind = type(tokenizer)
+    same = kind.decode is PreTrainedTokenizerBase.decode
+    if same and isinstance(tokenizer, PreTrainedTokenizerFast) and kind._decode is PreTrainedTokenizerFast._decode:
+        backend = tokenizer.backend_tokenizer
+
+        def decoded(ids: list[int], skip_special_tokens: bool) -> str:
+            return str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+        return decoded
+
+    def wrapped(ids: list[int], skip_special_tokens: bool) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False))
+
+    return wrapped
