@@ -1,9 +1,9 @@
 """Many requests at once: `generate` on the whole batch, handles, and servers.
 
 All engines have the same weights, prompts and number of new tokens; no token ends a text. Servers are processes of
-their own that read checkpoints from disk. `serving` asks them for whole answers. `servers` streams: every round has
-prompts of its own, each server gets them in turn, and a server whose turn it is not is stopped. A server that cannot
-take part says why in its row's `status`.
+their own that read checkpoints from disk. `serving` asks them for whole answers, and again by streams; in `servers`
+clients only stream. There every round has prompts of its own, each server gets them in turn, and a server whose turn it
+is not is stopped. A server that cannot take part says why in its row's `status`.
 
 Usage: python -m perf serving --workload 8b+1b --requests 32 --prompt 64 --new 128 --drafts 2
        python -m perf servers --workload shipped --requests 32 --prompt 64 --new 64 --drafts 4 --cpus 0
@@ -180,7 +180,8 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
     ):
         if name in engines:
             try:
-                yield name, _served(line, load), "ok"
+                for way, seconds in _served(line, load):
+                    yield f"{name}{way}", seconds, "ok"
             except (OSError, RuntimeError, ValueError, KeyError) as error:
                 yield name, [], status_of(name, error)
     if "transformers" in engines:
@@ -253,16 +254,24 @@ def _rounds(once: Callable[[], object]) -> list[float]:
     return taken[1:]
 
 
-def _served(line: Line, load: Load) -> list[float]:
+def _served(line: Line, load: Load) -> Iterator[tuple[str, list[float]]]:
+    """Way of asking and seconds of each round: whole answers, then streams."""
     with running(line) as server, ThreadPoolExecutor(len(load.texts)) as pool:
         server.wait(load.texts[0])
 
-        def once() -> None:
-            answers = pool.map(lambda text: asked(server.port, line.model, text, load.new, ANSWER_SECONDS), load.texts)
-            if (counts := list(answers)) != [load.new] * len(counts):
+        def checked(counts: list[int]) -> None:
+            if counts != [load.new] * len(counts):
                 raise RuntimeError(f"answers of {sorted(set(counts))} tokens, wanted {load.new}")
 
-        return _rounds(once)
+        def whole() -> None:
+            answers = pool.map(lambda text: asked(server.port, line.model, text, load.new, ANSWER_SECONDS), load.texts)
+            checked(list(answers))
+
+        def streams() -> None:
+            checked([answer.tokens for answer in asyncio.run(_all(server, load.texts, load.new))])
+
+        yield "", _rounds(whole)
+        yield ", streams", _rounds(streams)
 
 
 def compared(lines: Sequence[Line], rounds: Sequence[list[str]], new: int, cpus: Sequence[int]) -> Iterator[Row]:

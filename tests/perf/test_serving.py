@@ -28,7 +28,7 @@ def test_handles_are_measured_against_generate(tmp_path: Path) -> None:
 def test_a_server_that_ends_is_told(code: str, says: str, tmp_path: Path) -> None:
     load = serving.Load(["t1"], [[1]], 4, 2, tmp_path, tmp_path, "cpu")
     with pytest.raises(RuntimeError, match=says):
-        serving._served(Line("x", ["-c", code], "model"), load)
+        list(serving._served(Line("x", ["-c", code], "model"), load))
 
 
 def test_words_are_ids() -> None:
