@@ -52,8 +52,8 @@ for model, more in (("openai-api/demo/demo", dict()), ("vllm/demo", dict(logprob
 PROMPTFOO = """
 import promptfoo from "promptfoo";
 const config = { apiBaseUrl: "{url}", apiKey: "key", max_tokens: 60, max_output_tokens: 60, temperature: 0 };
-const parameters = { type: "object", properties: { a: { enum: [1, 2] } }, required: ["a"], additionalProperties: false };
-const response_format = { type: "json_schema", json_schema: { name: "a", schema: parameters, strict: true } };
+const parameters = { type: "object", properties: { a: { enum: [1, 2] } }, required: ["a"] };
+const response_format = { type: "json_schema", json_schema: { name: "a", schema: parameters } };
 const tools = [{ type: "function", function: { name: "f", parameters } }];
 const call = { ...config, tools, tool_choice: "required" };
 const suite = {
@@ -70,8 +70,10 @@ const suite = {
 };
 const done = await promptfoo.evaluate(suite, { maxConcurrency: 2, cache: false });
 const { results } = await done.toEvaluateSummary();
-for (const { provider, response, error } of results)
-  console.log(provider.label, error ?? JSON.stringify(response.output).slice(0, 90), response.tokenUsage.completion > 0);
+for (const { provider, response, error } of results) {
+  const shown = error ?? JSON.stringify(response.output).slice(0, 90);
+  console.log(provider.label, shown, response?.tokenUsage.completion > 0);
+}
 process.exit(0);
 """
 CLIENTS = (
