@@ -50,6 +50,8 @@ PREFLIGHT = {
     "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
 }
 JSON = {"Content-Type": "application/json"}
+TURNS: dict[str, Any] = {"model": "small", "max_output_tokens": 4}
+TURNS["input"] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
 
 
 def test_pages_of_allowed_origins_may_read_answers(gen: FastSpecGenerator) -> None:
@@ -394,7 +396,7 @@ def test_gauges_tell_of_running_and_waiting_answers(pair: tuple[Path, Path], mon
 
     monkeypatch.setattr(Scheduler, "step", held)
     with opened(pair, max_batch_size=1, max_length=400) as gen, running(gen) as server:
-        body = TEXT | {"max_tokens": 100, "n": 3, "logit_bias": {"258": -100}}
+        body = TEXT | {"max_tokens": 12, "n": 3, "logit_bias": {"258": -100}}
         thread = threading.Thread(target=lambda: post(server, body))
         thread.start()
         try:
@@ -408,7 +410,7 @@ def test_gauges_tell_of_running_and_waiting_answers(pair: tuple[Path, Path], mon
     assert 0 < gauges["kv_cache_usage_perc"] <= 1
 
 
-@pytest.mark.parametrize("work", ["prompt", "template", "grammar", "tokenize"])
+@pytest.mark.parametrize("work", ["prompt", "template", "grammar", "tokenize", "truncation", "count"])
 def test_long_work_on_a_request_holds_up_no_other(
     server: Running, gen: FastSpecGenerator, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,6 +421,8 @@ def test_long_work_on_a_request_holds_up_no_other(
         "template": (type(server.service.template), "ids", "/v1/chat/completions", CHAT),
         "grammar": (type(gen), "submit", "/v1/completions", TEXT | {"response_format": {"type": "json_object"}}),
         "tokenize": (type(server.service.template), "ids", "/tokenize", {"messages": CHAT["messages"]}),
+        "truncation": (type(server.service.template), "ids", "/v1/responses", TURNS | {"truncation": "auto"}),
+        "count": (type(server.service.template), "ids", "/v1/responses/input_tokens", TURNS),
     }
     owner, name, path, body = held[work]
     whole = getattr(owner, name)

@@ -149,8 +149,8 @@ def test_requests_wait_while_it_is_paused(server: Running) -> None:
 def test_running_answers_are_aborted_or_waited_for(server: Running, new: Path) -> None:
     client = client_of(server)
 
-    def stream() -> Iterator[Any]:
-        return iter(client.completions.create(model="small", prompt="the", max_tokens=350, stream=True))
+    def stream(tokens: int = 350) -> Iterator[Any]:
+        return iter(client.completions.create(model="small", prompt="the", max_tokens=tokens, stream=True))
 
     answer = stream()
     next(answer)
@@ -161,7 +161,7 @@ def test_running_answers_are_aborted_or_waited_for(server: Running, new: Path) -
     next(answer)
     assert asked(server, "POST", "/update_weights", {"path": str(new), "running": "abort"})[0] == 200
     assert [event.choices[0].finish_reason for event in answer][-1] == "abort"
-    answer = stream()
+    answer = stream(100)
     next(answer)
     assert asked(server, "POST", "/pause")[0] == 200
     assert [event.choices[0].finish_reason for event in answer][-1] == "length"

@@ -351,7 +351,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(items=st.lists(st.dictionaries(st.sampled_from(NAMES), JSON, max_size=6), min_size=1, max_size=4))
 def test_any_items_are_read_or_refused(items: list[dict[str, Any]]) -> None:
     body, field = ResponseBody.model_validate({"model": "x", "input": items}), "input"
