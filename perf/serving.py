@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,14 @@ from perf.workloads import OWN, SHIPPED
 ROUNDS = 3  # after one that pays for captures
 ANSWER_SECONDS = 300.0
 ENGINES = ("handles", "fastspec serve", "transformers", "transformers serve")
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Seconds of one round, and CPU seconds of the process that answers."""
+
+    seconds: float
+    cpu: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +140,17 @@ def command_serving(given: argparse.Namespace) -> Iterator[list[Row]]:
         texts = texts_of(models, prompts, target)
         load = Load(texts, prompts, given.new, given.drafts, target, draft, given.device)
         base: float | None = None
-        for how, seconds, status in timed(load, given.engines):
+        for how, rounds, status in timed(load, given.engines):
             tokens = given.requests * given.new
             row: Row = {"bench": "serving", "workload": about, "how": how, "status": status}
-            if seconds:
-                taken = statistics.median(seconds)
+            if rounds:
+                taken, cpu = (statistics.median(each) for each in zip(*map(astuple, rounds), strict=True))
                 base = base or taken
                 row |= {"tok_s": round(tokens / taken), "over_generate": round(base / taken, 3)}
-                row["seconds"] = [round(one, 3) for one in seconds]
+                row |= {
+                    "seconds": [round(one.seconds, 3) for one in rounds],
+                    "ms_cpu_token": round(1e3 * cpu / tokens, 3),
+                }
             yield [row]
 
 
@@ -169,8 +180,8 @@ def _freed() -> None:
         torch.cuda.empty_cache()
 
 
-def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[float], str]]:
-    """(name, seconds of each round, status) of every engine."""
+def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[Round], str]]:
+    """(name, rounds, status) of every engine."""
     yield from _in_process(load, handles="handles" in engines)
     _freed()
     shape: dict[str, Any] = {"rows": len(load.texts), "length": load.max_length, "device": load.device}
@@ -180,8 +191,8 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
     ):
         if name in engines:
             try:
-                for way, seconds in _served(line, load):
-                    yield f"{name}{way}", seconds, "ok"
+                for way, rounds in _served(line, load):
+                    yield f"{name}{way}", rounds, "ok"
             except (OSError, RuntimeError, ValueError, KeyError) as error:
                 yield name, [], status_of(name, error)
     if "transformers" in engines:
@@ -193,7 +204,7 @@ def timed(load: Load, engines: tuple[str, ...]) -> Iterator[tuple[str, list[floa
             yield "transformers, generate_batch", [], status_of("generate_batch", error)
 
 
-def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float], str]]:
+def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[Round], str]]:
     options: dict[str, Any] = {"max_new_tokens": load.new, "do_sample": False, "eos_token_id": []}
     made: dict[str, Any] = {"max_batch_size": len(load.prompts), "max_length": load.max_length, "progress": False}
     made |= {"num_speculative_tokens": load.k, "draft_quantization": None, "device": load.device}
@@ -226,7 +237,7 @@ def _in_process(load: Load, *, handles: bool) -> Iterator[tuple[str, list[float]
             yield name, _rounds(checked), "ok"
 
 
-def _continuous(load: Load) -> list[float]:
+def _continuous(load: Load) -> list[Round]:
     """transformers' continuous batching without a server, in a process of its own: the whole batch at once."""
     config = GenerationConfig(max_new_tokens=load.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     model: Any = AutoModelForCausalLM.from_pretrained(load.target, dtype="auto")
@@ -245,17 +256,17 @@ def _continuous(load: Load) -> list[float]:
         model.destroy_cached_continuous_batching_manager()
 
 
-def _rounds(once: Callable[[], object]) -> list[float]:
+def _rounds(once: Callable[[], object], cpu: Callable[[], float] = time.process_time) -> list[Round]:
     taken = []
     for _ in range(ROUNDS + 1):
-        start = time.perf_counter()
+        start, before = time.perf_counter(), cpu()
         once()
-        taken.append(time.perf_counter() - start)
+        taken.append(Round(time.perf_counter() - start, cpu() - before))
     return taken[1:]
 
 
-def _served(line: Line, load: Load) -> Iterator[tuple[str, list[float]]]:
-    """Way of asking and seconds of each round: whole answers, then streams."""
+def _served(line: Line, load: Load) -> Iterator[tuple[str, list[Round]]]:
+    """Way of asking and its rounds: whole answers, then streams."""
     with running(line) as server, ThreadPoolExecutor(len(load.texts)) as pool:
         server.wait(load.texts[0])
 
@@ -270,8 +281,8 @@ def _served(line: Line, load: Load) -> Iterator[tuple[str, list[float]]]:
         def streams() -> None:
             checked([answer.tokens for answer in asyncio.run(_all(server, load.texts, load.new))])
 
-        yield "", _rounds(whole)
-        yield ", streams", _rounds(streams)
+        yield "", _rounds(whole, server.cpu_seconds)
+        yield ", streams", _rounds(streams, server.cpu_seconds)
 
 
 def compared(lines: Sequence[Line], rounds: Sequence[list[str]], new: int, cpus: Sequence[int]) -> Iterator[Row]:

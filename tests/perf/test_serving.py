@@ -22,6 +22,7 @@ def test_handles_are_measured_against_generate(tmp_path: Path) -> None:
     assert [row["how"] for row in rows] == ["generate", "submit", "submit, one event loop"]
     assert all(row["status"] == "ok" and row["tok_s"] > 0 and len(row["seconds"]) == serving.ROUNDS for row in rows)
     assert rows[0]["over_generate"] == 1.0
+    assert all(row["ms_cpu_token"] > 0 for row in rows)
 
 
 @pytest.mark.parametrize(("code", "says"), [("raise SystemExit(3)", "ended with 3"), ("print('sorry')", "sorry")])
