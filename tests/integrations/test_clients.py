@@ -49,46 +49,7 @@ for model, more in (("openai-api/demo/demo", dict()), ("vllm/demo", dict(logprob
     (log,) = eval(task, model=model, model_base_url=url, log_dir="{folder}/logs", display="none", **more)
     print(model, log.status, len(log.samples[0].output.completion) > 0)
 """
-PROMPTFOO = """
-import promptfoo from "promptfoo";
-const config = { apiBaseUrl: "{url}", apiKey: "key", max_tokens: 60, max_output_tokens: 60, temperature: 0 };
-const parameters = { type: "object", properties: { a: { enum: [1, 2] } }, required: ["a"] };
-const response_format = { type: "json_schema", json_schema: { name: "a", schema: parameters } };
-const tools = [{ type: "function", function: { name: "f", parameters } }];
-const call = { ...config, tools, tool_choice: "required" };
-const suite = {
-  providers: [
-    { id: "openai:chat:demo", label: "chat", config },
-    { id: "openai:completion:demo", label: "completion", config },
-    { id: "openai:responses:demo", label: "responses", config },
-    { id: "openai:chat:demo", label: "json", config: { ...config, response_format } },
-    { id: "openai:chat:demo", label: "call", config: call },
-  ],
-  prompts: ["Write a function that {{task}}."],
-  tests: [{ vars: { task: "adds two numbers" } }],
-  writeLatestResults: false,
-};
-const done = await promptfoo.evaluate(suite, { maxConcurrency: 2, cache: false });
-const { results } = await done.toEvaluateSummary();
-for (const { provider, response, error } of results) {
-  const shown = error ?? JSON.stringify(response.output).slice(0, 90);
-  console.log(provider.label, shown, response?.tokenUsage.completion > 0);
-}
-process.exit(0);
-"""
 CLIENTS = (
-    Other(
-        "promptfoo",
-        ("promptfoo",),
-        ("main.mjs",),
-        (
-            *(rf'{kind} "\S.* true' for kind in ("chat", "completion", "responses")),
-            r'json \{"a":[12]\} true',
-            r'call \[\{.*"name":"f".* true',
-        ),
-        {"main.mjs": PROMPTFOO},
-        {"PROMPTFOO_CONFIG_DIR": "{folder}", "PROMPTFOO_DISABLE_TELEMETRY": "1", "PROMPTFOO_DISABLE_UPDATE": "1"},
-    ),
     Other(
         "litellm",
         ("litellm",),
