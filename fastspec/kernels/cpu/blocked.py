@@ -36,10 +36,11 @@ HEAD_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows <= 32)  # prefill pa
 DTYPES = (torch.float32, torch.bfloat16)
 _TIMED = 5  # number of times that a product is timed; the fastest time is taken
 _clock = time.perf_counter
-_BASE = 8  # number of rows of the product whose bits all others must have
-_TRIED = 512  # number of the matrix's rows that are tried, a multiple of the columns of FBGEMM's blocks
-_SAMPLE = 4096  # number of values that are tried first: they tell of most matrices that these do not fit in fp16
-_LARGEST = 14  # exponent to which the largest value is scaled for fp16: leaves the widest range of small values
+_BASE = 8  # rows of the products whose bits are the definition
+_TRIED = 512  # columns of the product that is tried, a multiple of those of FBGEMM's blocks
+_SAMPLE = 4096  # values that are tried first: most matrices that do not fit in fp16 are known by them
+_TESTED = 2**18  # values tested at a time: they fit in a CPU's caches
+_LARGEST = 14  # exponent of the largest value in fp16: leaves the widest range below
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +296,6 @@ def _as_half(rows: Tensor) -> tuple[Any, float] | None:
 
 
 def _is_half(values: Tensor, scale: float) -> bool:
-    """True if fp16 can hold all values times `scale` exactly."""
-    wide = values.float() * scale
-    return torch.equal(wide.half().float(), wide)
+    """True if fp16 holds values times `scale` exactly."""
+    wide = (part.float() * scale for part in values.split(_TESTED))
+    return all(torch.equal(part.half().float(), part) for part in wide)
