@@ -89,7 +89,7 @@ def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
     # not a division: torch's division by a number gives other bits on a GPU
     largest = ends.abs().amax(0) * (1 / LARGEST[form])
     factors = torch.tensor(SHRINK, dtype=torch.float64, device=rows.device)[:, None]
-    tried = _short(largest * factors.float())
+    tried = short(largest * factors.float())
     shares = (tried / largest.clamp(min=LEAST)).square_()
     # the errors of the smallest and the largest value are a lower bound of the sum. Scales whose bound is not below the
     # best sum are not tried
@@ -143,8 +143,8 @@ def _wrapped(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _short(scales: Tensor) -> Tensor:
-    """Rounds scales to bf16, as in checkpoints, and to at least LEAST, because values are divided by them."""
+def short(scales: Tensor) -> Tensor:
+    """Rounds scales to 8 bits of mantissa, as in checkpoints. They are never 0, because values are divided by them."""
     return scales.bfloat16().float().clamp(min=LEAST)
 
 
