@@ -311,11 +311,12 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
     A product has one block: libraries cut larger ones among threads, also between queries.
     """
-    blocks = k.transpose(1, 2).split(KEY_BLOCK, -1)
+    turned = k.transpose(1, 2)
+    blocks = (turned,) if k.shape[1] == KEY_BLOCK else turned.split(KEY_BLOCK, -1)
     if mask is None:
         found = [torch.bmm(q, block) for block in blocks]
     else:
-        masks = mask.split(KEY_BLOCK, -1)
+        masks = (mask,) if len(blocks) == 1 else mask.split(KEY_BLOCK, -1)
         found = [torch.baddbmm(part, q, block) for part, block in zip(masks, blocks, strict=True)]
     return found[0] if len(found) == 1 else torch.cat(found, -1)
 

@@ -220,8 +220,11 @@ class Blocked:
         if out_dtype == torch.float32 and self.way == "bf16":
             return self._unrounded(x, bias)
         counts = (wide and self.counts.wide) or self.counts.few
-        parts = [self._counted(part, counts) for part in x.to(self.operand).split(counts[-1])]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = x.to(self.operand)
+        if rows.shape[0] <= counts[-1]:  # in steps of small models each operation of torch counts
+            out = self._counted(rows, counts)
+        else:
+            out = torch.cat([self._counted(part, counts) for part in rows.split(counts[-1])])
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -248,8 +251,8 @@ class Blocked:
         return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, matrix)
 
     def _counted(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """Computes x W^T for at most counts[-1] rows, padded with zeros to one of the numbers in `counts`."""
-        rows = len(x)
+        """A product of at most `counts[-1]` rows, padded with zeros to one of `counts`."""
+        rows = x.shape[0]
         if rows in counts:
             return self.multiply(x)
         count = next(count for count in counts if count > rows)
