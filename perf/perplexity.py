@@ -22,6 +22,7 @@ from perf.records import ROOT, Row
 
 WINDOW = 256  # tokens that are scored together
 AS_STORED, CALIBRATED = "as stored", "int4, calibrated"
+ALL = ("int4", CALIBRATED, *(form for form in FORMATS if form != "int4"))
 COLUMNS = ("format", "tokens", "nats", "nats_95", "perplexity", "over_stored", "over_stored_95", "mib", "status")
 
 
@@ -32,6 +33,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--name", required=True, help="name of the target in the rows, without a path")
     made.add_argument("--dtype", default=None, help="of the models; default: the checkpoint's")
     made.add_argument("--windows", type=int, default=40, help=f"of {WINDOW} tokens, spread over the documents")
+    made.add_argument("--formats", nargs="+", default=ALL, choices=ALL, help="besides the stored one")
     made.add_argument("--calibration", type=int, default=400_000, help="characters of docstrings")
 
 
@@ -71,7 +73,7 @@ def command_perplexity(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Perplexity of a checkpoint by format: as stored, rounded to nearest, and calibrated."""
     count = [float(WINDOW - 1)] * given.windows
     stored: list[float] = []
-    for name in (AS_STORED, *FORMATS, CALIBRATED):
+    for name in (AS_STORED, *given.formats):
         with tempfile.TemporaryDirectory() as scratch:
             source = given.target if name == AS_STORED else Path(scratch) / "quantised"
             if name != AS_STORED:
