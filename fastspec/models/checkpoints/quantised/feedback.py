@@ -51,7 +51,8 @@ def _factor(moment: Tensor) -> Tensor:
     diagonal += _DAMPING * diagonal.mean()
     diagonal[moment.diagonal() == 0] = 1.0
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
+    return factor
 
 
 def _scales(part: Tensor, diagonal: Tensor) -> Tensor:
