@@ -21,7 +21,7 @@ class Activations:
     Args:
         directory: local files of the model.
         tokens: ids of the text.
-        device: where the model runs.
+        device: device of the model and of the moments.
 
     Raises:
         UnsupportedOption: the text is too short, or transformers has no causal model of this type.
