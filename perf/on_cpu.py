@@ -46,6 +46,6 @@ def parts(rows: Sequence[Row]) -> list[Part]:
             newest(rows, "cpu", "workload", "dtype", "threads", "prompt", "engine"),
             DECODING,
         ),
-        ("Drafters on forty tasks, on a CPU", [row for row in tasks if row["kind"] == "all"], DRAFTERS),
+        ("Drafters on tasks, on a CPU", [row for row in tasks if row["kind"] == "all"], DRAFTERS),
         ("Perplexity by format", newest(rows, "perplexity", "workload", "format"), PERPLEXITY),
     ]
