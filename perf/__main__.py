@@ -19,6 +19,7 @@ from perf import (
     drafters,
     gate,
     loading,
+    perplexity,
     quantised,
     records,
     repeats,
@@ -107,6 +108,7 @@ def parser() -> argparse.ArgumentParser:
     cpu.add_options(command(cpu.command_cpu))
     startup.add_options(command(startup.command_startup))
     loading.add_options(command(loading.command_loading))
+    perplexity.add_options(command(perplexity.command_perplexity))
     one = command(command_kernels)
     one.add_argument("--only", type=_words, default=(), help="names of benches")
     one.add_argument("--quick", action="store_true", help="smallest sizes")

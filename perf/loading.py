@@ -2,8 +2,8 @@
 
 A row for each format and load. Processes are fresh and load twice; the first of a format finds an empty cache of
 Triton's, the second a filled one. `over_plain` is to the fastest of the loads of 16 bits with the same place in their
-process; `peak_over_held_layers` is the memory that is used meanwhile and not kept, in layers of 16 bits. Weights alone
-are loaded: no model is made, and nothing else is compiled.
+process. `cpu_s` are the seconds of all threads. `peak_over_held_layers` is the memory that is used meanwhile and not
+kept, in layers of 16 bits. Weights alone are loaded: no model is made, and nothing else is compiled.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from perf.workloads import SHAPED, WORKLOADS
 STORED = "bf16"
 LOADS = ("first", "again")
 CACHES = ("empty", "filled")
-COLUMNS = ("target", "load", "kernels", "seconds", "over_plain", "held_over_plan", "peak_over_held_layers")
+COLUMNS = ("target", "load", "kernels", "seconds", "cpu_s", "over_plain", "held_over_plan", "peak_over_held_layers")
 CHILD = """
 import json, sys
 from pathlib import Path
@@ -62,10 +62,11 @@ def loaded(directory: Path, form: str, device: torch.device) -> Row:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "device": device, "ops": ops}
     planned = planned_bytes(chosen, **how)
     before = _memory(device, begin=True)[0]
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     weights = load_weights(chosen, progress=False, **how)
     held, peak = (each - before for each in _memory(device))  # waits for the device
     row: Row = {"target": form, "seconds": round(time.perf_counter() - start, 3)}
+    row["cpu_s"] = round(time.process_time() - start_cpu, 2)
     if device.type == "cuda":
         row |= {
             "held_over_plan": round(held / planned, 4),

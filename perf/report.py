@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf import anatomy, gate, records
+from perf import anatomy, gate, on_cpu, records
 from perf.cases import Case
 from perf.records import DIRTY, ROOT, Row
 from perf.workloads import ACCEPTED
@@ -298,7 +298,7 @@ def command_report(given: argparse.Namespace) -> Iterator[list[Row]]:
     images = pictures(rows, given.document.parent / "figures")
     for document, parts in (
         (given.document, [*(image.markdown(given.document) for image in images), *brief(rows)]),
-        (given.results, sections(rows)),
+        (given.results, [*sections(rows), *tables(*on_cpu.parts(gathered(given.cpu_rows, "cpu")))]),
         (given.tables, long_sections(rows)),
     ):
         written(document, "\n\n".join([machines(rows), *parts]))
@@ -310,6 +310,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(recorded=False, device="cuda")
     made.add_argument("file", nargs="?", help="name or path of a file of rows to print; nothing is written then")
     made.add_argument("--rows", nargs="+", default=FILES, help="names or paths of the files that the report is made of")
+    made.add_argument("--cpu-rows", nargs="+", default=on_cpu.FILES, help="those of rows that a CPU gave")
     made.add_argument("--document", type=Path, default=DOCUMENT, help="gets the pictures and the short table")
     made.add_argument("--results", type=Path, default=RESULTS, help="gets the tables of calls and steps")
     made.add_argument("--tables", type=Path, default=TABLES, help="gets the long tables")

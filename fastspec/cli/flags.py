@@ -186,7 +186,8 @@ def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
     return {"do_sample": False}
 
 
-def _text_of(file: Path | str, flag: str) -> str:
+def text_of(file: Path | str, flag: str) -> str:
+    """Reads the UTF-8 text of a file that a flag names."""
     path = Path(file)  # some versions of typer pass a str
     try:
         return path.read_text(encoding="utf-8")
@@ -238,7 +239,7 @@ def proposer_of(
 
 def corpora_of(files: Sequence[Path] | None) -> dict[str, str]:
     """Reads the files of --corpus: texts by the files' names."""
-    return {str(file): _text_of(file, "--corpus") for file in files or ()}
+    return {str(file): text_of(file, "--corpus") for file in files or ()}
 
 
 def check_values(flags: Mapping[str, Any]) -> None:
@@ -310,7 +311,7 @@ _READERS: Mapping[Form, Callable[[Any, str], object]] = {
     Form.IDS: _ids,
     Form.BIASES: _biases,
     Form.TEXTS: _texts,
-    Form.FILE: _text_of,
+    Form.FILE: text_of,
 }
 
 

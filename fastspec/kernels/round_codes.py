@@ -35,7 +35,7 @@ ROWS, COLUMNS = 2, 1024  # for `round_rows_kernel`: rows of a CTA, and values of
 
 @triton.jit
 def _short(scales):
-    """Rounds scales to nearest even, to eight bits of mantissa, and to at least LEAST. Same as `rounding._short`."""
+    """Rounds to nearest even, to eight bits of mantissa, but never to 0. The same as `rounding.short`."""
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)

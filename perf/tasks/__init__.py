@@ -61,7 +61,7 @@ def arms_of(stack: ExitStack, given: argparse.Namespace) -> dict[str, Arm]:
     for form in given.self_draft:
         kinds[f"itself in {form}"] = {"draft": given.target, "draft_quantization": form}
     kinds |= {name: {"draft": Path(folder)} for name, folder in (each.split("=", 1) for each in given.head)}
-    sizes: dict[str, Any] = {"max_batch_size": 1, "max_length": given.max_length, "device": given.device}
+    sizes: dict[str, Any] = {"max_batch_size": given.batch, "max_length": given.max_length, "device": given.device}
     arms = {}
     for name, how in kinds.items():
         for k in (0,) if name == PLAIN else given.k:
@@ -73,20 +73,20 @@ def arms_of(stack: ExitStack, given: argparse.Namespace) -> dict[str, Arm]:
 
 
 def rows_of(
-    name: str, temperature: float, tasks: Sequence[Task], calls: Sequence[Call], plain: Sequence[Call]
+    name: str, temperature: float, kinds: Sequence[str], calls: Sequence[Call], plain: Sequence[Call]
 ) -> list[Row]:
     """The rows of one arm at one temperature: one for each kind, and one for all.
 
     Args:
         name: "drafter k".
         temperature: 0 for greedy.
-        tasks: task of each call.
+        kinds: kind of the tasks of each call.
         calls: calls of the arm. plain: those of plain decoding.
     """
     drafter, _, drafts = name.rpartition(" ")
     rows = []
-    for kind in (ALL, *dict.fromkeys(task.kind for task in tasks)):
-        chosen = [index for index, task in enumerate(tasks) if kind in (ALL, task.kind)]
+    for kind in (ALL, *dict.fromkeys(kinds)):
+        chosen = [index for index, own in enumerate(kinds) if kind in (ALL, own)]
         found, others = [calls[index] for index in chosen], [plain[index] for index in chosen]
         sums = [step_sums(call) for call in found]
         emitted, steps = ([value for each in sums for value in each[column]] for column in (0, 1))
@@ -120,6 +120,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--k", type=int, nargs="+", default=[4])
     made.add_argument("--new", type=int, default=128, help="new tokens at most")
     made.add_argument("--max-length", type=int, default=1024)
+    made.add_argument("--batch", type=int, default=1, help="tasks of one kind that a call decodes together")
     made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
 
 
@@ -134,6 +135,15 @@ def chosen(tasks: Sequence[Task], kinds: Sequence[str] | None, each: int | None)
     return found
 
 
+def batches(tasks: Sequence[Task], size: int) -> list[list[Task]]:
+    """The tasks of each call: up to `size` of one kind."""
+    found: list[list[Task]] = []
+    for kind in dict.fromkeys(task.kind for task in tasks):
+        own = [task for task in tasks if task.kind == kind]
+        found += [own[start : start + size] for start in range(0, len(own), size)]
+    return found
+
+
 def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Tokens per step and acceptance of drafters on forty tasks, with a model of your own."""
     tasks = chosen(read_tasks(), given.kinds, given.each)
@@ -145,20 +155,22 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
     clock, words = (time.process_time, "processor time") if on_cpu else (time.perf_counter, "wall")
     with ExitStack() as stack:
         arms = arms_of(stack, given)
-        prompts = [ids_of(next(iter(arms.values())).generator, task) for task in tasks]
+        calls_of = batches(tasks, given.batch)
+        prompts = [[ids_of(next(iter(arms.values())).generator, task) for task in each] for each in calls_of]
+        kinds = [each[0].kind for each in calls_of]
         for temperature in TEMPERATURES:
 
             def measure(arm: Arm, number: int, temperature: float = temperature) -> Call:
                 options = law(temperature > 0, number, temperature)
                 ends = arm.generator.tokenizer.eos_token_id
-                return generate(arm, [prompts[number]], given.new, clock=clock, eos_token_id=ends, **options)
+                return generate(arm, prompts[number], given.new, clock=clock, eos_token_id=ends, **options)
 
             for arm in arms.values():
                 measure(arm, 0)  # warm
             calls = Experiment(arms, measure, len(prompts)).run(say)
-            workload = f"{given.name}, {len(tasks)} tasks, up to {given.new} new tokens, batch 1"
+            workload = f"{given.name}, {len(tasks)} tasks, up to {given.new} new tokens, batch {given.batch}"
             yield [
                 {**row, "workload": workload, "seconds_of": words}
                 for name, found in calls.items()
-                for row in rows_of(name, temperature, tasks, found, calls[f"{PLAIN} 0"])
+                for row in rows_of(name, temperature, kinds, found, calls[f"{PLAIN} 0"])
             ]

@@ -87,6 +87,10 @@ def files(tmp_path: Path) -> list[str]:
             {**HERE, **attend, "gpu": "H", "us": 9.0},
         ],
         "gate": [{**HERE, **gate}],
+        "beside": [
+            {**HERE, "bench": "cpu", "device": "cpu", "engine": "fastspec plain", "workload": "a model", **more}
+            for more in ({"commit": "0ld", "over_plain": 0.5}, {"commit": "c0ffee", "over_plain": 1.25})
+        ],
     }.items():
         records.append(tmp_path / f"{name}.jsonl", rows)
     return [str(tmp_path / f"{name}.jsonl") for name in ("suite", "kernels", "gate", "missing")]
@@ -98,7 +102,7 @@ def run(tmp_path: Path, files: list[str]) -> tuple[Row, list[str]]:
     named = [
         part for pair in zip(("--document", "--results", "--tables"), map(str, places), strict=True) for part in pair
     ]
-    (row,) = cli.main(["report", "--rows", *files, *named])
+    (row,) = cli.main(["report", "--rows", *files, "--cpu-rows", str(tmp_path / "beside.jsonl"), *named])
     return row, [path.read_text() for path in places]
 
 
@@ -113,7 +117,7 @@ def documents(tmp_path: Path) -> None:
 def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files: list[str]) -> None:
     for _ in range(2):  # a second time changes nothing
         row, texts = run(tmp_path, files)
-        for text, tables in zip(texts, (1, 5, 1), strict=True):
+        for text, tables in zip(texts, (1, 6, 1), strict=True):
             assert text.startswith("before\n")
             assert text.endswith("\nafter\n")
             assert "old\n" not in text
@@ -121,6 +125,7 @@ def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files
             assert "0ld" not in text  # a newer row of the same case came after it
             assert "| cpu |" not in text
     page, results, log = texts
+    assert "| a model | fastspec plain | 1.25 | c0ffee |" in results
     assert "5 pictures" in row["status"]
     assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in page
     assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in results

@@ -3,10 +3,10 @@
 Each row is computed alone, over the keys that it sees. Keys on consecutive pages are read in place. What all layers of
 a pass have in common is computed once for each pass: cache slots, rotary factors, ranges of keys, masks (`PassFacts`).
 
-Batch invariance: scores are products over the head's elements. Torch's softmax adds weights in vectors of keys whose
-length divides `KEY_BLOCK`. Weighted sums of values are matrix products over blocks of `KEY_BLOCK` keys, added in
-ascending order. A weight of zero changes no bit, so later keys and masked blocks change none. The number of queries in
-a matrix product is one of `CpuWork.tiles`, which all give the same bits.
+Row invariance: scores and weighted sums are products with blocks of `KEY_BLOCK` keys. Sums of blocks are added in
+ascending order. Torch's softmax adds weights in vectors of keys that divide `KEY_BLOCK`. A weight of
+zero changes no bit, so later keys and masked blocks do not. The number of queries in a product is one of
+`CpuWork.tiles`, and that of keys in a weighted sum one of `CpuWork.sizes`. All of them give the same bits.
 
 Prefill passes begin at multiples of the smallest size of a pass, and are cut into tiles of `_MOST` queries. So a tile
 has the same queries and keys in every pass. Torch's flash attention computes it, in the model's dtype.
@@ -28,8 +28,8 @@ from fastspec.torch_settings import using_threads
 
 _MOST = 64  # largest number of queries in a matrix product
 _TILES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 32, _MOST)
-_SINKS = 32  # columns of scores that are added for a sink, a multiple of the vectors of torch's softmax
-_LEAST = 32  # least number of keys in a product of weights with values: with fewer, libraries have other kernels
+_SINKS = 32  # columns of scores for a sink: the vectors of torch's softmax divide them
+_SIZES = (32, 64, 128, KEY_BLOCK)  # keys of a product of weights with values
 
 
 @dataclass(slots=True)
@@ -81,18 +81,20 @@ class PassFacts:
 
 
 class CpuWork:
-    """Tensors of a model's current forward pass, and the numbers of queries that a matrix product may have.
+    """Facts of the pass that a model is in, and the numbers of queries and keys that products may have.
 
     Args:
         heads: (query heads, KV heads, head_dim).
 
     Attributes:
-        tiles: numbers of queries in a matrix product that all give the same bits, ascending.
-        not_sinks: int64, indices of the columns added for a sink, except its own column 0.
+        tiles: numbers of queries, ascending.
+        sizes: numbers of keys in a weighted sum, ascending. Other keys are zeros.
+        not_sinks: int64, columns of scores behind a sink.
     """
 
     def __init__(self, heads: tuple[int, int, int]) -> None:
         self.tiles = _tiles(*heads)
+        self.sizes = _sizes(self.tiles, *heads)
         self._group = heads[0] // heads[1]
         self.not_sinks = torch.arange(1, _SINKS, dtype=torch.int64, device="cpu")
         self._facts: PassFacts | None = None
@@ -171,13 +173,13 @@ def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
     """
     group = num_heads // kv_heads
     made = torch.Generator("cpu").manual_seed(0)
-    size = kv_heads, KEY_BLOCK, dim
-    keys = torch.randn(size, generator=made, dtype=torch.float32, device="cpu")
-    values = torch.randn(size, generator=made, dtype=torch.float32, device="cpu")
+    size = KEY_BLOCK, kv_heads, dim  # as in the cache: libraries also choose by strides
+    keys = torch.randn(size, generator=made, dtype=torch.float32, device="cpu").transpose(0, 1)
+    values = torch.randn(size, generator=made, dtype=torch.float32, device="cpu").transpose(0, 1)
     queries = torch.randn((_MOST + 1, kv_heads * group * dim), generator=made, dtype=torch.float32, device="cpu")
 
     def product(rows: Tensor) -> Tensor:
-        heads = rows.view(len(rows), kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim)
+        heads = rows.view(len(rows), kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, -1, dim).contiguous()
         scores = torch.bmm(heads, keys.transpose(1, 2))
         out = torch.baddbmm(torch.ones_like(heads), scores, values)
         of_one = [each.view(kv_heads, group, len(rows), -1).permute(2, 0, 1, 3).flatten(1) for each in (scores, out)]
@@ -187,6 +189,33 @@ def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
         alone = same_bits(product, queries, _TILES)
     shared = same_bits(product, queries, _TILES)
     return tuple(tile for tile in alone if tile in shared)
+
+
+def _sizes(tiles: tuple[int, ...], num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
+    """The numbers of keys whose weighted sums have the bits of `KEY_BLOCK` keys, if all other weights are zero.
+
+    Libraries cut long sums into parts, and the cut depends on the length.
+    """
+    made = torch.Generator("cpu").manual_seed(0)
+    weights = torch.rand(
+        (kv_heads, _MOST * num_heads // kv_heads, KEY_BLOCK), generator=made, dtype=torch.float32, device="cpu"
+    )
+    values = torch.randn((KEY_BLOCK, kv_heads, dim), generator=made, dtype=torch.float32, device="cpu").transpose(0, 1)
+
+    def fits(size: int, tile: int) -> bool:
+        rows = weights[:, : tile * num_heads // kv_heads]
+        start = torch.ones((*rows.shape[:2], dim), dtype=torch.float32, device="cpu")
+        wanted = torch.baddbmm(start, F.pad(rows[..., :size], (0, KEY_BLOCK - size)), values)
+        some = values[:, :size]
+        return all(torch.equal(torch.baddbmm(start, rows[..., :size], v), wanted) for v in (some, some.contiguous()))
+
+    found = []
+    for size in _SIZES:
+        with using_threads(1):
+            alone = all(fits(size, tile) for tile in tiles)
+        if alone and all(fits(size, tile) for tile in tiles):
+            found.append(size)
+    return tuple(found)
 
 
 def attend(call: AttendCall, work: CpuWork) -> Tensor:
@@ -253,11 +282,12 @@ def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Te
         q = F.pad(q, (0, 0, 0, 0, 0, part.tile - part.count))
     # [tile, H, D] -> [Hkv, group * tile, D]
     q = q.view(part.tile, kv_heads, group, dim).permute(1, 2, 0, 3).reshape(kv_heads, group * part.tile, dim)
+    q = q.contiguous()  # a view has other strides, for which libraries have other products
     k, v = (_of_range(each, part).float().transpose(0, 1) for each in (call.keys, call.values))  # [Hkv, keys, D]
     if call.rule.softcap is None:
-        scores = torch.baddbmm(part.mask, q, k.transpose(1, 2))
+        scores = _scores(q, k, part.mask)
     else:
-        scores = torch.bmm(q, k.transpose(1, 2)).div_(call.rule.softcap).tanh_().mul_(call.rule.softcap).add_(part.mask)
+        scores = _scores(q, k, None).div_(call.rule.softcap).tanh_().mul_(call.rule.softcap).add_(part.mask)
     if part.high - part.low < scores.shape[-1]:
         scores[..., part.high - part.low :] = -torch.inf  # keys that no query sees may be NaN
     if call.sinks is not None:
@@ -266,13 +296,29 @@ def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Te
     weights = torch.softmax(scores, -1)
     out = torch.zeros_like(q)
     for low in range(0, part.high - part.low, KEY_BLOCK):
-        size = min(KEY_BLOCK, part.high - part.low - low)
-        of_block = v[:, low : low + size]
-        if size < _LEAST:
-            of_block, size = F.pad(of_block, (0, 0, 0, _LEAST - size)), _LEAST
+        count = min(KEY_BLOCK, part.high - part.low - low)
+        size = next(size for size in work.sizes if size >= count)
+        of_block = v[:, low : low + count]
+        if size > count:
+            of_block = F.pad(of_block, (0, 0, 0, size - count))
         out.baddbmm_(weights[..., low : low + size], of_block)
     out = out.view(kv_heads, group, part.tile, dim).permute(2, 0, 1, 3)
     return out[: part.count].reshape(part.count, -1)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """Scores [Hkv, R, keys] of queries [Hkv, R, D] and keys in whole blocks [Hkv, keys, D], plus the mask.
+
+    A product has one block: libraries cut larger ones among threads, also between queries.
+    """
+    turned = k.transpose(1, 2)
+    blocks = (turned,) if k.shape[1] == KEY_BLOCK else turned.split(KEY_BLOCK, -1)
+    if mask is None:
+        found = [torch.bmm(q, block) for block in blocks]
+    else:
+        masks = (mask,) if len(blocks) == 1 else mask.split(KEY_BLOCK, -1)
+        found = [torch.baddbmm(part, q, block) for part, block in zip(masks, blocks, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
 
 
 def _of_range(cache: Tensor, part: Range) -> Tensor:

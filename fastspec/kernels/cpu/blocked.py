@@ -36,10 +36,11 @@ HEAD_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows <= 32)  # prefill pa
 DTYPES = (torch.float32, torch.bfloat16)
 _TIMED = 5  # number of times that a product is timed; the fastest time is taken
 _clock = time.perf_counter
-_BASE = 8  # number of rows of the product whose bits all others must have
-_TRIED = 512  # number of the matrix's rows that are tried, a multiple of the columns of FBGEMM's blocks
-_SAMPLE = 4096  # number of values that are tried first: they tell of most matrices that these do not fit in fp16
-_LARGEST = 14  # exponent to which the largest value is scaled for fp16: leaves the widest range of small values
+_BASE = 8  # rows of the products whose bits are the definition
+_TRIED = 512  # columns of the product that is tried, a multiple of those of FBGEMM's blocks
+_SAMPLE = 4096  # values that are tried first: most matrices that do not fit in fp16 are known by them
+_TESTED = 2**18  # values tested at a time: they fit in a CPU's caches
+_LARGEST = 14  # exponent of the largest value in fp16: leaves the widest range below
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +220,11 @@ class Blocked:
         if out_dtype == torch.float32 and self.way == "bf16":
             return self._unrounded(x, bias)
         counts = (wide and self.counts.wide) or self.counts.few
-        parts = [self._counted(part, counts) for part in x.to(self.operand).split(counts[-1])]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        rows = x.to(self.operand)
+        if rows.shape[0] <= counts[-1]:  # in steps of small models each operation of torch counts
+            out = self._counted(rows, counts)
+        else:
+            out = torch.cat([self._counted(part, counts) for part in rows.split(counts[-1])])
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -247,8 +251,8 @@ class Blocked:
         return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, matrix)
 
     def _counted(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """Computes x W^T for at most counts[-1] rows, padded with zeros to one of the numbers in `counts`."""
-        rows = len(x)
+        """A product of at most `counts[-1]` rows, padded with zeros to one of `counts`."""
+        rows = x.shape[0]
         if rows in counts:
             return self.multiply(x)
         count = next(count for count in counts if count > rows)
@@ -295,6 +299,6 @@ def _as_half(rows: Tensor) -> tuple[Any, float] | None:
 
 
 def _is_half(values: Tensor, scale: float) -> bool:
-    """True if fp16 can hold all values times `scale` exactly."""
-    wide = values.float() * scale
-    return torch.equal(wide.half().float(), wide)
+    """True if fp16 holds values times `scale` exactly."""
+    wide = (part.float() * scale for part in values.split(_TESTED))
+    return all(torch.equal(part.half().float(), part) for part in wide)

@@ -9,7 +9,8 @@ unsigned: half of their range is added. int8 as plain bytes ("int-quantized") is
 it only with quantised activations.
 
 Matrices of layers are rounded by `kernels/common/rounding.py`, which `draft_quantization=` also uses. So both give the
-same values. Embedding, output matrix (LM head), norms and biases are not rounded.
+same values. With a calibration text, `feedback.py` rounds to int4 instead; the files have the same layout. Embedding,
+head, norms and biases are not rounded.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fastspec.errors import CheckpointError, UnsupportedOption
-from fastspec.kernels.common.codes import CodeFormat, Codes
+from fastspec.kernels.common.codes import CodeFormat, Codes, CodesKind
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
+from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.generation import CONFIG
 from fastspec.models.checkpoints.parameter_names import parameter
+from fastspec.models.checkpoints.quantised.activations import Activations
+from fastspec.models.checkpoints.quantised.feedback import rounded_with_feedback
 from fastspec.models.checkpoints.quantised.tensors import WEIGHT
-from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
 from fastspec.models.checkpoints.safetensors_files import INDEX, ShardTensors, read_json
 from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
 
@@ -45,9 +49,10 @@ def write_quantised(
     form: str,
     *,
     revision: str | None = None,
+    calibration: str | None = None,
     tell: Callable[[str], object] = lambda _: None,
-) -> None:
-    """Writes a copy of a checkpoint in which the matrices of layers are quantised.
+) -> list[str]:
+    """Writes `destination`, a copy of the directory `source` with quantised matrices of layers.
 
     One file of weights is in memory at a time. If writing fails, the destination does not exist afterwards.
 
@@ -55,16 +60,25 @@ def write_quantised(
         source: a local directory or a Hub id. The model must be one that this package's decoder runs, in 16 or 32 bits.
         destination: path of the new directory. It must not exist.
         form: "fp8", "int8" or "int4".
-        revision: revision of a Hub id. None: the default branch.
-        tell: function that is called with the name of each file before it is written.
+        revision: revision of a Hub id.
+        calibration: text like those that the model will read; its activations decide how int4 is rounded. None:
+            to nearest.
+        tell: called with the name of each file before it is written.
+
+    Returns:
+        Names of quantised matrices that the calibration did not reach, such as those of experts in stacks. They are
+        rounded to nearest. Empty without a calibration.
 
     Raises:
-        UnsupportedOption: another form, a model that runs as transformers' module, or a source that is quantised.
+        UnsupportedOption: another form, a hosted model, a source that is already quantised, a calibration text that
+            is too short, or one for another form than int4.
         CheckpointError: the destination exists, or the source is damaged.
     """
     wanted = [each for each in FORMATS if each == form]
     if not wanted:
         raise UnsupportedOption(f"format {form!r} is not supported, wanted one of {', '.join(FORMATS)}")
+    if calibration is not None and form != "int4":
+        raise UnsupportedOption(f"a calibration changes int4 only, got {form}; leave it out, 8 bits do without")
     if destination.exists():
         raise CheckpointError(f"{destination}: exists already; name a directory that does not")
     checkpoint = resolve(source, role="target", revision=revision)
@@ -77,19 +91,60 @@ def write_quantised(
     if checkpoint.quantisation is not None or checkpoint.directory is None:
         raise UnsupportedOption(f"{source} is stored quantised ({checkpoint.stored}); take its original weights")
     shapes = {name: shape for name, shape in tensor_shapes(checkpoint.native).items() if len(shape) == 2}
+    measured = None if calibration is None else _Measured(checkpoint, calibration)
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write(checkpoint.directory, partial, wanted[0], frozenset(shapes) - {EMBED, HEAD}, tell)
+        _write(checkpoint.directory, partial, wanted[0], frozenset(shapes) - {EMBED, HEAD}, tell, measured)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(destination)
+    return [] if measured is None else measured.missed
+
+
+class _Measured:
+    """Rounding by the activations of a text.
+
+    Attributes:
+        missed: names of matrices without activations.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, text: str) -> None:
+        assert checkpoint.directory is not None, "live modules are not written"
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        tokenizer = load_tokenizer(checkpoint)
+        if tokenizer is None:
+            raise UnsupportedOption(
+                f"{checkpoint.name} has no tokenizer, which a calibration text needs; add its files"
+            )
+        ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+        self._activations = Activations(checkpoint.directory, list(ids), device)
+        self._moments: dict[str, Tensor] = {}
+        self.missed: list[str] = []
+
+    def read(self, names: list[str]) -> None:
+        """Measures the inputs of these matrices, and forgets those of others."""
+        self._moments = {}
+        self._moments = self._activations.moments([name.removesuffix(WEIGHT) for name in names])
+
+    def rounded(self, name: str, values: Tensor, kind: CodesKind) -> Codes:
+        """Rounds a matrix; to nearest, if its inputs were not measured."""
+        moment = self._moments.get(name.removesuffix(WEIGHT))
+        if moment is None:
+            self.missed.append(name)
+            return rounded(values, kind)
+        return rounded_with_feedback(values, kind, moment)
 
 
 def _write(
-    source: Path, directory: Path, form: CodeFormat, matrices: frozenset[str], tell: Callable[[str], object]
+    source: Path,
+    directory: Path,
+    form: CodeFormat,
+    matrices: frozenset[str],
+    tell: Callable[[str], object],
+    measured: _Measured | None,
 ) -> None:
     stored = ShardTensors(source)
     files: dict[str, list[str]] = defaultdict(list)
@@ -103,6 +158,8 @@ def _write(
         for file, names in sorted(files.items()):
             tell(file)
             written: dict[str, Tensor] = {}
+            if measured is not None:
+                measured.read([meant for name in names if (meant := parameter(name, matrices)) in matrices])
             for name in names:
                 tensor, meant = stored.read(name), parameter(name, matrices)
                 known, module = meant in matrices, meant.removesuffix(WEIGHT)
@@ -111,7 +168,8 @@ def _write(
                     written[name] = tensor.clone()
                     kept += [module] if known else []
                     continue
-                parts = _parts(rounded(tensor, kind), tensor.dtype)
+                codes = rounded(tensor, kind) if measured is None else measured.rounded(meant, tensor, kind)
+                parts = _parts(codes, tensor.dtype)
                 at = name.removesuffix(WEIGHT)
                 written |= {f"{at}.{part}": each.contiguous() for part, each in parts.items()}
                 groups[kind.block[1] if form == "int4" else None].append(module)

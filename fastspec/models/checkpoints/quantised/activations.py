@@ -1,0 +1,81 @@
+"""Second moments of the inputs of a model's matrices, from a text that transformers' own model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastspec.errors import UnsupportedOption
+
+WINDOW, WINDOWS = 256, 128  # tokens of a window, and windows at most
+_LEAST = 8  # windows: with fewer, moments say little of other texts
+
+
+class Activations:
+    """A model, and the text over which the inputs of its matrices are measured.
+
+    Args:
+        directory: local files of the model.
+        tokens: ids of the text.
+        device: device of the model and of the moments.
+
+    Raises:
+        UnsupportedOption: the text is too short, or transformers has no causal model of this type.
+    """
+
+    def __init__(self, directory: Path, tokens: list[int], device: torch.device) -> None:
+        whole = len(tokens) // WINDOW
+        if whole < _LEAST:
+            raise UnsupportedOption(
+                f"the calibration text has {len(tokens)} tokens, wanted at least {_LEAST * WINDOW}; give a longer one"
+            )
+        from transformers import AutoModelForCausalLM
+
+        self._windows = torch.tensor(tokens[: whole * WINDOW], device=device).view(whole, WINDOW)
+        self._windows = self._windows[:: -(-whole // WINDOWS)]  # spread over the whole text
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+        except (ValueError, OSError) as error:
+            raise UnsupportedOption(f"{directory}: transformers cannot run it to calibrate: {error}") from error
+        self._model: nn.Module = model.eval().to(device)
+
+    def moments(self, modules: Collection[str]) -> dict[str, Tensor]:
+        """Reads the text once.
+
+        Args:
+            modules: names of linear modules. Those that the model lacks, or does not run, are not in the result.
+
+        Returns:
+            By module: sum of x x^T over its inputs x, fp32 [K, K]. Modules with the same inputs share a tensor.
+        """
+        found: dict[str, Tensor] = {}
+        last: list[Any] = [None, ""]  # the newest input, and its first module
+
+        def record(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(_: nn.Module, arguments: tuple[Any, ...]) -> None:
+                x = arguments[0]
+                if x is not last[0]:
+                    last[:] = x, name
+                    rows = x.flatten(0, -2).float()
+                    if name not in found:
+                        found[name] = rows.new_zeros(rows.shape[1], rows.shape[1])
+                    found[name].addmm_(rows.T, rows)
+                else:
+                    found[name] = found[last[1]]
+
+            return hook
+
+        linear = {name: each for name, each in self._model.named_modules() if isinstance(each, nn.Linear)}
+        hooks = [linear[name].register_forward_pre_hook(record(name)) for name in modules if name in linear]
+        try:
+            with torch.no_grad():
+                for window in self._windows:
+                    self._model(input_ids=window[None], use_cache=False, logits_to_keep=1)
+        finally:
+            for each in hooks:
+                each.remove()
+        return found
