@@ -149,7 +149,10 @@ def short(scales: Tensor) -> Tensor:
 
 
 def _nearest(quotient: Tensor, form: CodeFormat, place: Tensor) -> Tensor:
-    """Writes the values of the codes nearest to quotients to `place`, fp32. For fp8, quotients are not negative."""
+    """Rounds quotients (value / scale) to the nearest numbers that codes hold. Writes them to `place`, fp32.
+
+    For fp8, quotients must not be negative.
+    """
     if form != "fp8":
         return torch.round(quotient, out=place).clamp_(*_ENDS[form])
     # 2^(e + 20) for a quotient in [2^e, 2^(e + 1)): added to it, all bits behind the third of the mantissa are rounded
@@ -160,7 +163,7 @@ def _nearest(quotient: Tensor, form: CodeFormat, place: Tensor) -> Tensor:
 
 
 def _codes(quotient: Tensor, form: CodeFormat) -> Tensor:
-    """Returns the codes nearest to quotients, uint8. The quotients are overwritten."""
+    """Returns the codes nearest to quotients (value / scale), uint8. Overwrites the quotients."""
     if form == "fp8":
         return quotient.clamp_(-LARGEST[form], LARGEST[form]).to(torch.float8_e4m3fn).view(torch.uint8)
     nearest = quotient.round_().clamp_(*_ENDS[form])

@@ -3,10 +3,10 @@
 Each row is computed alone, over the keys that it sees. Keys on consecutive pages are read in place. What all layers of
 a pass have in common is computed once for each pass: cache slots, rotary factors, ranges of keys, masks (`PassFacts`).
 
-Row invariance: scores and weighted sums are products with blocks of `KEY_BLOCK` keys. Sums of blocks are added in
-ascending order. Torch's softmax adds weights in vectors of keys that divide `KEY_BLOCK`. A weight of
-zero changes no bit, so later keys and masked blocks do not. The number of queries in a product is one of
-`CpuWork.tiles`, and that of keys in a weighted sum one of `CpuWork.sizes`. All of them give the same bits.
+Batch invariance: scores and weighted sums of values are matrix products over blocks of `KEY_BLOCK` keys. Sums of blocks
+are added in ascending order. Torch's softmax adds weights in vectors of keys whose length divides `KEY_BLOCK`. A weight
+of zero changes no bit, so later keys and masked blocks change none. The number of queries in a matrix product is one of
+`CpuWork.tiles`. The number of keys in a weighted sum is one of `CpuWork.sizes`. All of them give the same bits.
 
 Prefill passes begin at multiples of the smallest size of a pass, and are cut into tiles of `_MOST` queries. So a tile
 has the same queries and keys in every pass. Torch's flash attention computes it, in the model's dtype.
@@ -28,8 +28,8 @@ from fastspec.torch_settings import using_threads
 
 _MOST = 64  # largest number of queries in a matrix product
 _TILES = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16, 17, 32, _MOST)
-_SINKS = 32  # columns of scores for a sink: the vectors of torch's softmax divide them
-_SIZES = (32, 64, 128, KEY_BLOCK)  # keys of a product of weights with values
+_SINKS = 32  # columns of scores that are added for a sink, a multiple of the vectors of torch's softmax
+_SIZES = (32, 64, 128, KEY_BLOCK)  # numbers of keys that a weighted sum may have
 
 
 @dataclass(slots=True)
@@ -81,15 +81,15 @@ class PassFacts:
 
 
 class CpuWork:
-    """Facts of the pass that a model is in, and the numbers of queries and keys that products may have.
+    """Tensors of a model's current forward pass, and the numbers of queries and keys that matrix products may have.
 
     Args:
         heads: (query heads, KV heads, head_dim).
 
     Attributes:
-        tiles: numbers of queries, ascending.
-        sizes: numbers of keys in a weighted sum, ascending. Other keys are zeros.
-        not_sinks: int64, columns of scores behind a sink.
+        tiles: numbers of queries in a matrix product that all give the same bits, ascending.
+        sizes: numbers of keys in a weighted sum that all give the same bits, ascending. Missing keys are zeros.
+        not_sinks: int64, indices of the columns added for a sink, except its own column 0.
     """
 
     def __init__(self, heads: tuple[int, int, int]) -> None:
@@ -192,9 +192,13 @@ def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
 
 
 def _sizes(tiles: tuple[int, ...], num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
-    """The numbers of keys whose weighted sums have the bits of `KEY_BLOCK` keys, if all other weights are zero.
+    """Returns the numbers of keys whose weighted sum has the same bits as that of `KEY_BLOCK` keys.
 
-    Libraries cut long sums into parts, and the cut depends on the length.
+    The weights of the other keys are zero. Libraries divide long sums into parts, which depend on the length.
+
+    Args:
+        tiles: numbers of queries to try.
+        num_heads, kv_heads, dim: query heads, KV heads and size of a head.
     """
     made = torch.Generator("cpu").manual_seed(0)
     weights = torch.rand(
@@ -307,9 +311,10 @@ def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Te
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Scores [Hkv, R, keys] of queries [Hkv, R, D] and keys in whole blocks [Hkv, keys, D], plus the mask.
+    """Returns the scores [Hkv, R, keys] of queries [Hkv, R, D] and keys [Hkv, keys, D], plus the mask if there is one.
 
-    A product has one block: libraries cut larger ones among threads, also between queries.
+    Keys come in whole blocks, and each matrix product covers one block: libraries divide larger products among threads,
+    also between queries.
     """
     turned = k.transpose(1, 2)
     blocks = (turned,) if k.shape[1] == KEY_BLOCK else turned.split(KEY_BLOCK, -1)

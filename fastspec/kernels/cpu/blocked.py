@@ -36,11 +36,11 @@ HEAD_ROW_COUNTS = tuple(rows for rows in ROW_COUNTS if rows <= 32)  # prefill pa
 DTYPES = (torch.float32, torch.bfloat16)
 _TIMED = 5  # number of times that a product is timed; the fastest time is taken
 _clock = time.perf_counter
-_BASE = 8  # rows of the products whose bits are the definition
-_TRIED = 512  # columns of the product that is tried, a multiple of those of FBGEMM's blocks
-_SAMPLE = 4096  # values that are tried first: most matrices that do not fit in fp16 are known by them
-_TESTED = 2**18  # values tested at a time: they fit in a CPU's caches
-_LARGEST = 14  # exponent of the largest value in fp16: leaves the widest range below
+_BASE = 8  # number of rows of the product whose bits all others must have
+_TRIED = 512  # number of the matrix's rows that are tried, a multiple of the columns of FBGEMM's blocks
+_SAMPLE = 4096  # number of values that are tried first: they tell of most matrices that these do not fit in fp16
+_TESTED = 2**18  # number of values tested at a time: they fit in a CPU's caches
+_LARGEST = 14  # exponent to which the largest value is scaled for fp16: leaves the widest range of small values
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class Blocked:
         return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, matrix)
 
     def _counted(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """A product of at most `counts[-1]` rows, padded with zeros to one of `counts`."""
+        """Computes x W^T for at most counts[-1] rows, padded with zeros to one of the numbers in `counts`."""
         rows = x.shape[0]
         if rows in counts:
             return self.multiply(x)
@@ -299,6 +299,6 @@ def _as_half(rows: Tensor) -> tuple[Any, float] | None:
 
 
 def _is_half(values: Tensor, scale: float) -> bool:
-    """True if fp16 holds values times `scale` exactly."""
+    """True if fp16 can hold all values times `scale` exactly."""
     wide = (part.float() * scale for part in values.split(_TESTED))
     return all(torch.equal(part.half().float(), part) for part in wide)
