@@ -77,6 +77,11 @@ class DeltaRule(NamedTuple):
         value_heads: heads of values, each with a state [value_dim, key_dim].
         key_dim, value_dim: elements of one head.
         width: positions that the convolution reads, including the current one (its kernel size).
+        by_channel: True if each element of a key has a decay of its own (Kimi delta attention, arXiv 2510.26692).
+            There are as many key heads as value heads then.
+        floor: least logarithm of such a decay; the decay is e^(floor sigmoid(rate x)). 0: it is e^(-rate softplus(x)).
+        rank: width between the two products that make decays and the gate z. 0: they are rows of the first product.
+        gate: activation of z in the gated norm.
     """
 
     key_heads: int
@@ -84,6 +89,10 @@ class DeltaRule(NamedTuple):
     key_dim: int
     value_dim: int
     width: int
+    by_channel: bool = False
+    floor: float = 0.0
+    rank: int = 0
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def keys(self) -> int:
@@ -102,8 +111,13 @@ class DeltaRule(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of outputs of the input projection: q, k, v, the gate z of each value, b and a of each value head."""
-        return self.channels + self.values + 2 * self.value_heads
+        """Elements that it reads: q, k, v, the gate z of each value, b of each value head, and `decays`."""
+        return self.channels + self.values + self.value_heads + self.decays
+
+    @property
+    def decays(self) -> int:
+        """Elements a of a position, from which decays are computed: one of each value head, or of each key's element."""
+        return self.keys if self.by_channel else self.value_heads
 
     @property
     def tail(self) -> int:

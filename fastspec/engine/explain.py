@@ -293,7 +293,10 @@ def states_of_layers(engine: Engine) -> str:
     rules = target.spec.state_rules if isinstance(target, Decoder) else ()
     if not rules:
         return ""
-    text = f"{len(rules)} layers with {_STATE_KINDS[type(rules[0])]}: "
+    kind = _STATE_KINDS[type(rules[0])]
+    if isinstance(rules[0], DeltaRule) and rules[0].by_channel:
+        kind = "Kimi delta attention"
+    text = f"{len(rules)} layers with {kind}: "
     return text + ("Triton kernels" if engine.modules.ops.name == "triton" else "torch, token by token")
 
 

@@ -142,6 +142,8 @@ class ModelSpec:
                 found["channels of short convolutions"] = plan.state.channels
             if plan.state is not None and plan.attends:
                 found["layers with attention and a state"] = 1
+            if plan.latent is not None:
+                found["layers with latent attention"] = 1
             if not plan.feeds or not plan.mixes:
                 found["layers without an MLP, or with nothing else"] = 1
         return found
@@ -295,7 +297,7 @@ def refuse_other_architectures(family: str, named: object) -> None:
 
 def _rope_dims(plans: tuple[LayerPlan, ...], head_dim: int, family: ModelFamily) -> tuple[int, ...]:
     """Returns the elements of a head for each rotary embedding of a family."""
-    dims = {plan.rope: plan.head_dim or head_dim for plan in plans}
+    dims = {plan.rope: plan.latent.shared if plan.latent else plan.head_dim or head_dim for plan in plans}
     return tuple(dims.get(index, head_dim) for index in range(max(1, len(family.rope_layers))))
 
 

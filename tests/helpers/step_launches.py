@@ -222,15 +222,19 @@ def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: b
 
 
 def recurrent(arch: int) -> Calls:
-    """Layers of Qwen3.5's sizes, and one of unequal keys and values, no powers of two; steps, and a prompt."""
-    for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 40, 4)):
+    """Layers of Qwen3.5's sizes, of Kimi-Linear's, of unequal keys and values that are no powers of two; also prompts."""
+    unequal, of_channels = DeltaRule(4, 8, 96, 40, 4), DeltaRule(32, 32, 128, 128, 4, by_channel=True, gate="sigmoid")
+    for rule in (DeltaRule(16, 32, 128, 128, 4), unequal, of_channels, of_channels._replace(floor=-5.0)):
         for dtype in (BF16, F32):
+            if rule.floor and dtype is F32:
+                continue
             plain = ((1, 1),) if rule.key_dim == 128 else ()
             for rows, tokens in (*plain, (BATCH, 5), (1, 64)):
-                yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
+                name = f"delta {rule.key_dim} {rule.by_channel} {rule.floor} {dtype} {tokens}"
+                yield name, partial(_delta, rule, dtype, rows, tokens)
             x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
             gamma = on_meta((rule.value_dim,), dtype)
-            yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+            yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS, rule.gate)
             yield f"gate {dtype}", partial(gated, x, gate[..., : rule.values])
     yield from _states()
 
@@ -278,7 +282,7 @@ def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> objec
     layer: Any = SimpleNamespace(
         conv=on_meta((rule.channels, 1, rule.width), dtype),
         decay=on_meta((heads,), F32),
-        step=on_meta((heads,), F32),
+        step=on_meta((rule.decays,), F32),
     )
     state = on_meta((heads, rule.value_dim, rule.key_dim), F32)
     of_prompt = KeptState(on_meta((1,), I64), state, on_meta((rule.width, rule.channels), dtype))

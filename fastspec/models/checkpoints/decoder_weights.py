@@ -43,6 +43,7 @@ from fastspec.models.layer_table import (
     NORM_BIAS,
     DecoderWeights,
     InputWeights,
+    LatentWeights,
     LayerWeights,
     StateWeights,
     TableRow,
@@ -264,6 +265,8 @@ class _Layer:
                 parts.setdefault(part, {})[field] = made
         if "state" in parts:
             fields["state"] = StateWeights(**parts["state"])
+        if "latent" in parts:
+            fields["latent"] = LatentWeights(**parts["latent"])
         if "experts" in parts:
             fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
         return LayerWeights(**fields)
@@ -283,7 +286,8 @@ class _Layer:
         if row.kind == "matrix":
             self._take_matrix(row, names, order)
         else:
-            self._made[place] = loader.tensor(*names, order=order, dtype=torch.float32 if row.kind == "exact" else None)
+            made = loader.tensor(*names, order=order, dtype=torch.float32 if row.kind == "exact" else None)
+            self._made[place] = made.view(-1) if row.flat else made
         if biases:
             self._made[f"{place}_bias"] = loader.tensor(*biases, order=order)
 

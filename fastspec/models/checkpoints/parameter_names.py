@@ -6,6 +6,7 @@ The rules concern a missing or repeated prefix, a tied head, and unused tensors.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from fastspec.models.checkpoints.safetensors_files import INDEX
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
+from fastspec.models.layer_table import EMBED, HEAD, LAYER, tensor_shapes
 
 PREFIX: Final = "model."
 TEXT: Final = ("language_model.", "text_model.")
@@ -94,6 +95,18 @@ def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
     if not renamed:
         return source
     return RenamedTensors(source, {usual_name(stored, renamed): stored for stored in source.infos()})
+
+
+def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
+    """Returns the spec with those of `ModelFamily.other_names` that the source has.
+
+    `source` has usual names, without a changed prefix.
+    """
+    last = {name.rpartition("layers.")[2].partition(".")[2] for name in source.infos()}
+    others = FAMILIES[spec.family].other_names
+    leaves = {row.name: row.leaf for row in LAYER}
+    own = tuple((row, names) for row, names in others.items() if f"{names[0]}{leaves[row]}" in last)
+    return replace(spec, own_names=own) if own else spec
 
 
 def usual_name(stored: str, renamed: Mapping[str, str]) -> str:
