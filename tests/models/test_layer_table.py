@@ -12,10 +12,10 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.models.checkpoints.tensor_source import TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import LAYER, LayerWeights, StateWeights, slices_of, tensor_shapes
+from fastspec.models.layer_table import LAYER, LatentWeights, LayerWeights, StateWeights, slices_of, tensor_shapes
 from tests.helpers import families, hybrid
 
-PARTS = {"state": StateWeights, "experts": ExpertWeights}
+PARTS = {"state": StateWeights, "latent": LatentWeights, "experts": ExpertWeights}
 NOT_STORED = {"experts.joined"}  # says how the others are stored
 
 

@@ -102,7 +102,7 @@ def _delta_kernel(
     if DECAY == "head":
         more = tl.load(weights.step + head)
     else:
-        more = tl.load(weights.step + q_channel, mask=has_key, other=0.0)[None, :]
+        more = tl.load(weights.step + q_channel, mask=has_key, other=0.0)
     k_channel = KEY_HEADS * KEY_DIM + q_channel
     v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
     token = tl.arange(0, TOKENS)
@@ -117,7 +117,11 @@ def _delta_kernel(
         )
     if PDL:
         gdc_wait()  # the previous kernel computes the product; states and older inputs come from earlier passes
+    a_ptr = product_ptr + token * ROWS + (ROWS - DECAYS)
     # all tokens at once, so that their loads overlap
+    if DECAY != "head":
+        counts = mine[:, None] & has_key[None, :]
+        a = tl.load(a_ptr[:, None] + q_channel[None, :], mask=counts, other=0.0)  # [TOKENS, KEYS]
     q, q_in = convs(
         product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
         q_ahead,
@@ -130,13 +134,10 @@ def _delta_kernel(
         product_ptr, inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
         v_ahead,
     )  # fmt: skip
-    a_ptr = product_ptr + token * ROWS + (ROWS - DECAYS)
     beta = betas(a_ptr - VALUE_HEADS + head, mine)
     if DECAY == "head":
-        decay = tl.exp(decays(a_ptr + head, rate, more, floor, mine, DECAY))  # [TOKENS]
-    else:
-        counts = mine[:, None] & has_key[None, :]
-        decay = tl.exp(decays(a_ptr[:, None] + q_channel[None, :], rate, more, floor, counts, DECAY))  # [TOKENS, KEYS]
+        a = tl.load(a_ptr + head, mask=mine, other=0.0)  # [TOKENS]
+        decay = tl.exp(decays(a, rate, more, floor, DECAY))
     q, k = units(q) * KEY_DIM**-0.5, units(k)  # [TOKENS, KEYS]
     kept = inputs_ptr + ((start + token) % PLACES * CHANNELS)[:, None]
     keeps_qk = mine[:, None] & (has_key & (head % SERVED == 0) & (tile == 0))[None, :]
@@ -150,7 +151,8 @@ def _delta_kernel(
         if DECAY == "head":
             decay_t = tl.sum(tl.where(one, decay, 0.0), axis=0)
         else:
-            decay_t = row_of(decay, one)[None, :]
+            # token by token: registers do not suffice for decays of all
+            decay_t = tl.exp(decays(row_of(a.to(tl.float32), one), rate, more, floor, DECAY))[None, :]
         state, out = advanced(state, q_t, k_t, v_t, decay_t, beta_t)
         out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (first + t) * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)

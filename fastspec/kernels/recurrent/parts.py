@@ -142,9 +142,9 @@ def betas(b_ptr, there):
 
 
 @triton.jit
-def decays(a_ptr, rate, more, floor, there, DECAY: tl.constexpr):
-    """Loads a of some tokens. Returns the logarithm of the decay in fp32, with the shape of `there`."""
-    a = tl.load(a_ptr, mask=there, other=0.0).to(tl.float32) + more
+def decays(a, rate, more, floor, DECAY: tl.constexpr):
+    """Computes the logarithm of the decay in fp32 from a, with the shape of a."""
+    a = a.to(tl.float32) + more
     if DECAY == "bounded":
         log = floor * sigmoid(rate * a)
     else:

@@ -70,7 +70,8 @@ class Chunks(NamedTuple):
         erased: W, [B, chunks, value_heads, C, key_dim].
         written: U, [B, chunks, value_heads, C, value_dim].
         scores: P, [B, chunks, value_heads, C, C].
-        decay: g, [B, chunks, value_heads, C], or with an axis of key_dim at its end.
+        decay: g, [B, chunks, value_heads, C]. With a decay of each element only g_last, [B, chunks, value_heads,
+            key_dim]; q and k of `Prepared` are then multiplied by e^g and by e^(g_last - g).
     """
 
     erased: Any
@@ -171,7 +172,11 @@ def solve_kernel(
             keyed = (beta * tl.exp(decay))[:, None] * k
         else:
             decay = tl.cumsum(tl.load(ready.decay + of_key, mask=has_key, other=0.0), axis=0)  # [CHUNK, keys]
-            tl.store(chunks.decay + to_key, decay, mask=(key < KEY_DIM)[None, :])
+            last = row_of(decay, line == CHUNK - 1)
+            tl.store(chunks.decay + place * KEY_DIM + key, last, mask=key < KEY_DIM)
+            # no other program reads these; the scan has no registers for decays of all elements
+            tl.store(ready.q + of_key, q * tl.exp(decay), mask=has_key)
+            tl.store(ready.k + of_key, k * tl.exp(last[None, :] - decay), mask=has_key)
             scores, inner = _faded(q, k, decay, CHUNK)
             inner = beta[:, None] * inner
             keyed = beta[:, None] * tl.exp(decay) * k
@@ -274,13 +279,15 @@ def _prepare_kernel(
             a_ptr = at + token * ROWS + (ROWS - DECAYS)
             tl.store(ready.beta + to * VALUE_HEADS + own, betas(a_ptr - VALUE_HEADS + own, there), mask=there)
             if DECAY == "head":
-                decay = decays(a_ptr + own, rate, tl.load(weights.step + own), floor, there, DECAY)
+                a = tl.load(a_ptr + own, mask=there, other=0.0)
+                decay = decays(a, rate, tl.load(weights.step + own), floor, DECAY)
                 tl.store(ready.decay + to * VALUE_HEADS + own, decay, mask=there)
             else:
                 element = tl.arange(0, triton.next_power_of_2(KEY_DIM))
                 of_a, wanted = own * KEY_DIM + element, there[:, None] & (element < KEY_DIM)[None, :]
                 step = tl.load(weights.step + of_a, mask=element < KEY_DIM, other=0.0)[None, :]
-                faded = decays(a_ptr[:, None] + of_a[None, :], rate, step, floor, wanted, DECAY)
+                a = tl.load(a_ptr[:, None] + of_a[None, :], mask=wanted, other=0.0)
+                faded = decays(a, rate, step, floor, DECAY)
                 to_decay = ((to * VALUE_HEADS + own) * KEY_DIM)[:, None] + element[None, :]
                 tl.store(ready.decay + to_decay, faded, mask=wanted)
 
@@ -333,26 +340,26 @@ def _scan_kernel(
         place = (row * num_pieces + piece) * VALUE_HEADS + head
         lines = place * CHUNK + line
         if DECAY == "head":
-            decay = tl.load(chunks.decay + lines)[:, None]
+            decay = tl.load(chunks.decay + lines)
             last = tl.load(chunks.decay + place * CHUNK + CHUNK - 1)
-            ahead, faded = tl.exp(last - decay), tl.exp(last)
+            faded = tl.exp(last)
         else:
-            of_decay = lines[:, None] * KEY_DIM + key[None, :]
-            decay = tl.load(chunks.decay + of_decay, mask=has_key[None, :], other=0.0)  # [CHUNK, keys]
-            of_last = (place * CHUNK + CHUNK - 1) * KEY_DIM + key
-            last = tl.load(chunks.decay + of_last, mask=has_key, other=0.0)
-            ahead, faded = tl.exp(last[None, :] - decay), tl.exp(last)[:, None]
+            faded = tl.exp(tl.load(chunks.decay + place * KEY_DIM + key, mask=has_key, other=0.0))[:, None]
         weighted = tl.load(chunks.erased + lines[:, None] * KEY_DIM + key[None, :], mask=has_key[None, :], other=0.0)
         new = tl.load(chunks.written + lines[:, None] * VALUE_DIM + value[None, :], mask=has_value[None, :], other=0.0)
         new -= tl.dot(weighted, state, input_precision=PRECISION)  # u = U - W S^T, [CHUNK, BLOCK]
         q = tl.load(ready.q + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
         scores = tl.load(chunks.scores + lines[:, None] * CHUNK + line[None, :])
-        out = tl.dot(q * tl.exp(decay), state, input_precision=PRECISION)  # [CHUNK, BLOCK]
+        if DECAY == "head":
+            q = q * tl.exp(decay)[:, None]
+        out = tl.dot(q, state, input_precision=PRECISION)  # [CHUNK, BLOCK]
         out += tl.dot(scores, new, input_precision=PRECISION)
         of_out = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
         tl.store(out_ptr + of_out, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & has_value[None, :])
         k = tl.load(ready.k + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
-        state = state * faded + tl.dot(tl.trans(k * ahead), new, input_precision=PRECISION)
+        if DECAY == "head":
+            k = k * tl.exp(last - decay)[:, None]
+        state = state * faded + tl.dot(tl.trans(k), new, input_precision=PRECISION)
         if KEEPS:
             ended = start + begin + (piece + 1) * CHUNK
             reached = (ended == keep_at) & (ended <= start + count)
@@ -446,7 +453,9 @@ def prompt_rule(
     def of_chunk(*shape: int) -> Tensor:
         return torch.empty(batch, pieces, rule.value_heads, chunk, *shape, dtype=torch.float32, device=product.device)
 
-    decay = of_chunk(rule.key_dim) if rule.by_channel else of_chunk()
+    decay = of_chunk()
+    if rule.by_channel:
+        decay = decay.new_empty(batch, pieces, rule.value_heads, rule.key_dim)
     chunks = Chunks(of_chunk(rule.key_dim), of_chunk(rule.value_dim), of_chunk(chunk), decay)
     launch(
         solve_kernel,
