@@ -116,7 +116,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def decays(self) -> int:
-        """Elements a of a position, from which decays are computed: one of each value head, or of each key's element."""
+        """Elements a of a position, from which decays are computed: one for each value head, or element of a key."""
         return self.keys if self.by_channel else self.value_heads
 
     @property

@@ -13,7 +13,7 @@ from fastspec.models.checkpoints.pair import AS_STORED
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.interface import ModelSource
+from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.vocab import SharedVocab
@@ -265,9 +265,14 @@ def attention_kernels(settings: Settings) -> dict[str, str]:
     if layout.draft is not None:
         models["draft"] = (layout.draft, layout.draft_dtype, of_draft)
     return {
-        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity, cached.itemsize)
+        name: described(gpu, dtype.itemsize, _head_dim(spec), layout.page_size, capacity, cached.itemsize)
         for name, (spec, dtype, cached) in models.items()
     }
+
+
+def _head_dim(spec: ModelInfo) -> int:
+    """Returns head_dim of the first layer with attention."""
+    return spec.attention_shapes[0][2] if spec.attention_shapes else spec.head_dim
 
 
 def _products(settings: Settings) -> str:

@@ -534,11 +534,10 @@ class Decoder:
         attended = self._attend_rows(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
         if plan.latent is None:
             return attended
-        return attended.unflatten(-1, (-1, plan.latent.dim))[..., : plan.latent.value].flatten(-2)
+        values: Tensor = attended.unflatten(-1, (-1, plan.latent.dim))[..., : plan.latent.value].flatten(-2)
+        return values
 
-    def _expanded(
-        self, index: int, latent: LatentPlan, layer: LayerWeights, product: Tensor, tiling: Tiling
-    ) -> Tensor:
+    def _expanded(self, index: int, latent: LatentPlan, layer: LayerWeights, product: Tensor, tiling: Tiling) -> Tensor:
         """Returns q, k and v of all heads of a layer with latent attention. Values end with zeros."""
         weights, heads = layer.latent, self.spec.heads_of(self.spec.plans[index])[0]
         assert weights is not None, "the layer has latent attention"

@@ -1,4 +1,7 @@
-"""Short convolutions, Mamba-2 and Kimi delta attention, by family: text is transformers', and states are those of plain decoding."""
+"""Short convolutions, Mamba-2 and Kimi delta attention, by family.
+
+Text is transformers', and states are those of plain decoding.
+"""
 
 from __future__ import annotations
 

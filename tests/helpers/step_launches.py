@@ -222,7 +222,7 @@ def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: b
 
 
 def recurrent(arch: int) -> Calls:
-    """Layers of Qwen3.5's sizes, of Kimi-Linear's, of unequal keys and values that are no powers of two; also prompts."""
+    """Layers of Qwen3.5's sizes, of Kimi-Linear's, and of keys and values that are no powers of two; also prompts."""
     unequal, of_channels = DeltaRule(4, 8, 96, 40, 4), DeltaRule(32, 32, 128, 128, 4, by_channel=True, gate="sigmoid")
     for rule in (DeltaRule(16, 32, 128, 128, 4), unequal, of_channels, of_channels._replace(floor=-5.0)):
         for dtype in (BF16, F32):

@@ -227,7 +227,9 @@ class LayerPlan:
         if self.norm_bias and (self.norm != "layer" or self.post_norm):
             raise ValueError("norm_bias goes with norm='layer' before attention and MLP; wanted it without post_norm")
         if self.latent is not None and (self.head_dim != self.latent.dim or self.qk_norm or self.output_gate):
-            raise ValueError("latent attention has keys of its own size and no norm of heads; wanted head_dim=latent.dim")
+            raise ValueError(
+                "latent attention has keys of its own size and no norm of heads; wanted head_dim=latent.dim"
+            )
         if self.fused_tail and self.output_gate:
             raise ValueError("a gated layer with a fused tail; wanted norm='rms_plus_one'")
 

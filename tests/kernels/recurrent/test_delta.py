@@ -185,9 +185,7 @@ SMALL_CHANNELS = SMALL._replace(value_heads=1, by_channel=True)
     [(delta_rule, SMALL), (reference.delta_rule, SMALL), (delta_rule, SMALL_CHANNELS)],
     ids=["kernel", "definition", "channel"],
 )
-def test_a_prompt_may_be_cut_on_the_grid_of_positions(
-    op: Callable[..., Tensor], rule: DeltaRule, device: str
-) -> None:
+def test_a_prompt_may_be_cut_on_the_grid_of_positions(op: Callable[..., Tensor], rule: DeltaRule, device: str) -> None:
     """Wherever a prompt begins and is cut, its chunks are those of the grid, and so are its bits."""
     start, tokens = 64, 150
     product = a_product(1, tokens, F32, device, rule=rule)

@@ -16,7 +16,6 @@ from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import DeltaRule
 
 _MAX_HEAD, _MAX_RANK, _MAX_LATENT = 256, 2**16, 512
-_MLPS: Final = ("dense", "sparse")
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
@@ -51,9 +50,7 @@ def _of_layers(fields: ConfigFields, layers: int, rule: DeltaRule, attends: Laye
     types = fields.layer_types(layers, "full_attention", "linear_attention")
     if types is None:
         fields.refuse("layer_types", None, "'full_attention' or 'linear_attention' for each layer")
-    mlps = fields.get("mlp_layer_types")
-    if not isinstance(mlps, list | tuple) or len(mlps) != layers or not {*mlps} <= {*_MLPS}:
-        fields.refuse("mlp_layer_types", mlps, f"'dense' or 'sparse' for each of {layers} layers")
+    mlps = fields.get("mlp_layer_types")  # "dense" or "sparse" for each layer, as the config's class checks
     latent = _latent(fields)
     attends = replace(attends, latent=latent, kv_heads=fields.size("num_attention_heads"), head_dim=latent.dim)
     recurs = LayerPlan(attends=False, rope=None, state=rule)

@@ -1,5 +1,7 @@
-"""Families with Mamba-2, short convolutions or Kimi delta attention: logits are transformers', no part can be left out, bad configs are
-refused."""
+"""Families with Mamba-2, short convolutions or Kimi delta attention.
+
+Logits are transformers', no part can be left out, bad configs are refused.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fastspec.distributed.slices import check_divides
 from fastspec.errors import UnsupportedModel, UnsupportedOption
@@ -19,6 +22,7 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families.plan import LatentPlan, LayerPlan, ModelScales
+from fastspec.models.heads.mtp_spec import mtp_spec
 from fastspec.models.layer_table import LatentWeights, LayerWeights, StateWeights
 from fastspec.shapes import ConvRule, DeltaRule, MambaRule, RoutingRule
 from tests.helpers.hybrid import STATES, VOCAB, config_of, decoder, logits_of, make_states
@@ -149,7 +153,6 @@ def test_no_part_can_be_left_out(case: Case) -> None:
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
         ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
         ("kimi_linear", {"attention_bias": True}, "attention_bias=True"),
-        ("kimi_linear", {"mlp_layer_types": ["dense"]}, "mlp_layer_types=.*'dense' or 'sparse'"),
         ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads=2 .* num_attention_heads=4"),
         ("kimi_linear", {"v_head_dim": 21}, "v_head_dim=21 .* at most .* 20"),
         ("kimi_linear", {"qk_nope_head_dim": 13}, "qk_nope_head_dim=13 .* even"),
@@ -219,3 +222,13 @@ def test_layers_that_ranks_cannot_split_are_refused(kind: str, words: str) -> No
 def test_a_plan_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         LayerPlan(**fields)
+
+
+def test_an_mtp_layer_with_latent_attention_is_refused(tmp_path: Path) -> None:
+    make_states("ling").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file, {"format": "pt"})
+    target = resolve(tmp_path, role="target")
+    assert target.mtp
+    with pytest.raises(UnsupportedModel, match=r"latent attention of .* use a learned drafter"):
+        mtp_spec(target, tmp_path)
