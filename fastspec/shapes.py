@@ -227,7 +227,52 @@ class MambaRule(NamedTuple):
         return self._replace(heads=self.heads // ranks, groups=self.groups // ranks)
 
 
-StateRule: TypeAlias = DeltaRule | ConvRule | MambaRule  # each kind of layer with a recurrent state
+class SelectiveRule(NamedTuple):
+    """Sizes of a Mamba-1 layer (arXiv 2312.00752), in which every channel has a state and steps of its own.
+
+    Attributes:
+        channels: elements of x.
+        state_dim: elements of B, of C, and of the state of a channel.
+        width: positions that the convolution reads, including the current one.
+        rank: width between the two products that make steps from x.
+    """
+
+    channels: int
+    state_dim: int
+    width: int
+    rank: int
+
+    @property
+    def values(self) -> int:
+        """Elements of the result of a position."""
+        return self.channels
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product before it: x and its gate z."""
+        return 2 * self.channels
+
+    @property
+    def selected(self) -> tuple[int, int, int]:
+        """Elements that are computed from x: those of the inner step, B and C."""
+        return self.rank, self.state_dim, self.state_dim
+
+    @property
+    def tail(self) -> int:
+        """Number of older positions that the convolution reads."""
+        return self.width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state after one position."""
+        return self.channels, self.state_dim
+
+    def cut(self, ranks: int) -> SelectiveRule:
+        """Returns the sizes of one rank's part. Layers of this kind are not cut."""
+        return self
+
+
+StateRule: TypeAlias = DeltaRule | ConvRule | MambaRule | SelectiveRule  # each kind of layer with a recurrent state
 
 
 class RoutingRule(NamedTuple):

@@ -21,7 +21,7 @@ from fastspec.output import Stats
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 from fastspec.scheduling.draft_length import DraftPlan
-from fastspec.shapes import ConvRule, DeltaRule, MambaRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 
 WEIGHT_ONLY = (
     "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
@@ -290,6 +290,7 @@ def _products(settings: Settings) -> str:
 
 
 _STATE_KINDS = {DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRule: "short convolutions"}
+_STATE_KINDS |= {SelectiveRule: "Mamba-1"}
 
 
 def states_of_layers(engine: Engine) -> str:

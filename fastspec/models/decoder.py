@@ -27,6 +27,7 @@ from fastspec.shapes import (
     DeltaRule,
     ForwardBatch,
     MambaRule,
+    SelectiveRule,
     SquaredRelu,
     StateRule,
     Tiling,
@@ -489,10 +490,28 @@ class Decoder:
         if isinstance(rule, MambaRule):
             out = ops.mamba(product, weights, *slots, rule, kept)
             return ops.mamba_norm(out, product[..., : rule.values], weights.norm, self.spec.rms_eps, rule)
+        if isinstance(rule, SelectiveRule):
+            mixed, steps = self._selected(rule, weights, ops.selective_conv(product, weights, *slots, rule, kept), rows)
+            out = ops.selective_scan(mixed, steps, weights, slots[0], *slots[2:], rule, kept)
+            return ops.mamba_norm(out, product[..., rule.channels :], None, self.spec.rms_eps, rule)
         # a layer of this rule has all weights of `DeltaParts`
         out = ops.delta_rule(product, cast("DeltaParts", weights), *slots, rule, kept)
         gate = product[..., rule.channels : rule.channels + rule.values]
         return ops.gated_norm(out, gate, cast("Tensor", weights.norm), self.spec.rms_eps, rule.gate)
+
+    def _selected(
+        self, rule: SelectiveRule, weights: StateWeights, x: Tensor, rows: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `selective_scan` reads: x, B and C, each after its norm, and steps."""
+        assert weights.select is not None, "Mamba-1 has these weights"
+        assert weights.step_out is not None, "Mamba-1 has these weights"
+        parts = self.ops.linear(x, weights.select, None, rows.tiling).split(rule.selected, dim=-1)
+        norms = weights.step_norm, weights.b_norm, weights.c_norm
+        step, b, c = (
+            self.ops.norm(part.contiguous(), cast("Tensor", norm), self.spec.rms_eps)
+            for part, norm in zip(parts, norms, strict=True)
+        )
+        return torch.cat((x, b, c), dim=-1), self.ops.linear(step, weights.step_out, None, rows.tiling)
 
     def _with_gates(self, rule: DeltaRule, weights: StateWeights, product: Tensor, tiling: Tiling) -> Tensor:
         """Returns the product that `delta_rule` reads, with decays and z made by their second products."""

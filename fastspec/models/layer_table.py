@@ -29,7 +29,7 @@ from fastspec.distributed.slices import Cut, RankShare
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.families.plan import LayerPlan
-from fastspec.shapes import ConvRule, DeltaRule, MambaRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,14 +54,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateWeights:
-    """Tensors of a recurrent layer besides its projections. See `DeltaRule`, `ConvRule` and `MambaRule` for sizes.
+    """Tensors of a recurrent layer besides its projections. See `StateRule` for sizes.
 
     Fields that the rule does not need are None.
 
     Attributes:
         conv: [channels, 1, width], weights of the convolution.
         conv_bias: [channels].
-        decay: fp32 [value_heads], log A (`A_log` in checkpoints). Of Mamba-2: [heads].
+        decay: fp32 [value_heads], log A (`A_log` in checkpoints). Of Mamba-2: [heads], of Mamba-1: [channels,
+            state_dim]. step and skip are then [channels].
         step: fp32 of the same shape, the bias that is added to a step (`dt_bias`); with `by_channel` fp32 [keys].
         skip: fp32 [heads], factor of x in the result of Mamba-2 (`D`).
         norm: [value_dim], weight of the gated norm. Of Mamba-2: [values].
@@ -69,6 +70,9 @@ class StateWeights:
             `LayerWeights.qkv`.
         inner, out: first and last matrix of the state, if the layer also has attention. None: they are
             `LayerWeights.qkv` and `LayerWeights.o`.
+        select: [rank + 2 * state_dim, channels], the product that makes steps, B and C of Mamba-1 from x.
+        step_out: [channels, rank], second product of steps.
+        step_norm, b_norm, c_norm: [rank], [state_dim] and [state_dim], weights of their norms.
         decay_out, gate_out: [keys, rank] and [values, rank], second products of decays and of the gate z. None: these
             are rows of `LayerWeights.qkv`.
     """
@@ -82,6 +86,11 @@ class StateWeights:
     gates: Weight | None = None
     inner: Weight | None = None
     out: Weight | None = None
+    select: Weight | None = None
+    step_out: Weight | None = None
+    step_norm: Tensor | None = None
+    b_norm: Tensor | None = None
+    c_norm: Tensor | None = None
     decay_out: Weight | None = None
     gate_out: Weight | None = None
 
@@ -732,6 +741,22 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow("mamba_norm", ("mamba.norm",), ("values",), (), "vector", when=_norms_state, field="state.norm"),
     ),
     *_rows(
+        lambda plan: isinstance(plan.state, SelectiveRule),
+        TableRow("selective", ("mamba.in_proj",), (("values", "values"),), ("read",), bias=_biased, field="qkv"),
+        TableRow("selective_out", ("mamba.out_proj",), _HIDDEN, ("values",), bias=_biased, field="o"),
+        TableRow(
+            "selective_conv", ("mamba.conv1d",), ("values",), _TAPS, "vector", field="state.conv", bias=_biased_conv
+        ),
+        TableRow("select", ("mamba.x_proj",), (("state_rank", "state", "state"),), ("values",), field="state.select"),
+        TableRow("step_norm", ("mamba.dt_layernorm",), ("state_rank",), (), "norm", field="state.step_norm"),
+        TableRow("b_norm", ("mamba.b_layernorm",), ("state",), (), "norm", field="state.b_norm"),
+        TableRow("c_norm", ("mamba.c_layernorm",), ("state",), (), "norm", field="state.c_norm"),
+        TableRow("step_out", ("mamba.dt_proj",), ("values",), ("state_rank",), field="state.step_out"),
+        TableRow("selective_step", ("mamba.dt_proj",), ("values",), (), "exact", field="state.step", leaf=".bias"),
+        TableRow("selective_decay", ("mamba.A_log",), ("values",), ("state",), "exact", field="state.decay", leaf=""),
+        TableRow("selective_skip", ("mamba.D",), ("values",), (), "exact", field="state.skip", leaf=""),
+    ),
+    *_rows(
         lambda plan: plan.feeds and plan.experts is None,
         TableRow("gate_up", _MLP, ("gate", "inner"), _HIDDEN, bias=lambda plan: plan.mlp_bias, gated=True),
         TableRow("down", ("mlp.down_proj",), _HIDDEN, ("inner",), bias=lambda plan: plan.mlp_bias, tree=True),
@@ -881,6 +906,9 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
         }
     elif isinstance(rule, ConvRule):
         found["values"] = Axis(rule.channels, "even")
+    elif isinstance(rule, SelectiveRule):
+        sizes = {"values": rule.channels, "state_rank": rule.rank, "state": rule.state_dim}
+        found |= {name: Axis(size) for name, size in sizes.items()}
     elif rule is not None:
         found |= {
             "values": Axis(rule.heads, "even", rule.head_dim),

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from fastspec import FastSpecGenerator
 from fastspec.engine.explain import states_of_layers
 from fastspec.models.decoder import Decoder
-from fastspec.shapes import ConvRule, DeltaRule, MambaRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 from tests.helpers.fuzzing import CI
 from tests.helpers.hybrid import VOCAB, make_states
 from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
@@ -30,7 +30,7 @@ NEW = 100
 LENGTHS = (1, 9, 70)
 # of which each is a family, or a part of one that no other has; see tests/models/families for the others
 SEEDS = {"lfm2": 0, "lfm2_moe": 0, "lfm3": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0}
-SEEDS |= {"kimi_linear": 0, "ling": 0}
+SEEDS |= {"kimi_linear": 0, "ling": 0, "jamba": 0}
 GAP = 1e-4  # of logits of transformers around 10: fp32 sums of chunks there, and token by token here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay
@@ -81,6 +81,7 @@ def test_greedy_text_is_that_of_transformers(one: One) -> None:
 
 def test_explain_names_the_states_and_what_computes_them(one: One) -> None:
     kinds = {ConvRule: "short convolutions", MambaRule: "Mamba-2", DeltaRule: "Kimi delta attention"}
+    kinds[SelectiveRule] = "Mamba-1"
     kind = kinds[type(one.rules[0])]
     assert f"states     2 layers with {kind}: torch, token by token" in one.gen.explain()
     modules = SimpleNamespace(target=one.engine.modules.target, ops=SimpleNamespace(name="triton"))

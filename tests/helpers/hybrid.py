@@ -103,6 +103,19 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
         },
     ),
+    "jamba": (
+        "Jamba",
+        {
+            **{
+                "attn_layer_period": 3,
+                "attn_layer_offset": 1,
+                "mamba_d_state": 6,
+                "mamba_d_conv": 3,
+                "mamba_dt_rank": 5,
+            },
+            **{"num_experts": 6, "num_experts_per_tok": 2, "mamba_proj_bias": True},
+        },
+    ),
     "kimi_linear": (
         "KimiLinear",
         {

@@ -24,7 +24,7 @@ from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families.plan import LatentPlan, LayerPlan, ModelScales
 from fastspec.models.heads.mtp_spec import mtp_spec
 from fastspec.models.layer_table import LatentWeights, LayerWeights, StateWeights
-from fastspec.shapes import ConvRule, DeltaRule, MambaRule, RoutingRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, RoutingRule, SelectiveRule
 from tests.helpers.hybrid import STATES, VOCAB, config_of, decoder, logits_of, make_states
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
 
@@ -105,6 +105,8 @@ def rule_changes(spec: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         if rule.norm is not None:
             yield "norm", {"state": rule._replace(norm="gate_first" if rule.norm == "norm_first" else "norm_first")}
         yield "steps", {"state": rule._replace(least_step=0.5)}
+    elif isinstance(rule, SelectiveRule):
+        return
     elif isinstance(rule, DeltaRule):
         yield "gate", {"state": rule._replace(gate="silu")}
         yield "floor", {"state": rule._replace(floor=0.0 if rule.floor else -5.0)}
@@ -149,6 +151,8 @@ def test_no_part_can_be_left_out(case: Case) -> None:
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
+        ("jamba", {"mamba_d_conv": 1}, "mamba_d_conv=1"),
+        ("jamba", {"num_experts_per_tok": 7}, "num_experts_per_tok=7"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False .* True"),
         ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
         ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
@@ -205,6 +209,7 @@ def test_the_mlp_of_lfm2_is_as_wide_as_its_config_adjusts_it() -> None:
         ("nemotron_h", "layers without an MLP, or with nothing else 1"),
         ("granite4_moe", "groups of recurrent heads 1"),
         ("kimi_linear", "layers with latent attention 1"),
+        ("jamba", "layers with Mamba-1 1"),
     ],
 )
 def test_layers_that_ranks_cannot_split_are_refused(kind: str, words: str) -> None:
