@@ -1,4 +1,4 @@
-"""Short convolutions, Mamba-2 and Kimi delta attention, by family.
+"""Short convolutions, Mamba and Kimi delta attention, by family.
 
 Text is transformers', and states are those of plain decoding.
 """

@@ -22,6 +22,7 @@ Row invariance: steps and prompts run the same machine code of 1 and 2, so a tok
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -376,7 +377,8 @@ def selective_scan(
     check("states", states, (*states.shape[:2], *rule.state_shape), torch.float32)
     of_channels = (rule.channels,)
     weights = _scan_weights(layer, {"decay": rule.state_shape, "step": of_channels, "skip": of_channels})
-    slots = StateSlots(states, states, state_rows, positions, write_mask)
+    # no inputs are read here; tensors of the same dtypes as with `kept`, so that steps and prompts run the same code
+    slots = StateSlots(states, mixed, state_rows, positions, write_mask)
     return _scanned(mixed, steps, weights, slots, rule, kept)
 
 
@@ -504,7 +506,7 @@ def _convolved(
     return out
 
 
-def _scan_weights(layer: StateParts, shapes: dict[str, tuple[int, ...]]) -> ScanWeights:
+def _scan_weights(layer: StateParts, shapes: Mapping[str, tuple[int, ...]]) -> ScanWeights:
     """Returns the weights of the scan with these shapes, checked."""
     found = {name: getattr(layer, name) for name in ScanWeights._fields}
     for name, weight in found.items():

@@ -1,1 +1,1 @@
-"""Families whose layers have Mamba-2, short convolutions, or Kimi delta attention."""
+"""Families whose layers have Mamba, short convolutions, or Kimi delta attention."""

@@ -1,4 +1,4 @@
-"""Families with Mamba-2, short convolutions or Kimi delta attention.
+"""Families with Mamba, short convolutions or Kimi delta attention.
 
 Logits are transformers', no part can be left out, bad configs are refused.
 """
