@@ -144,8 +144,6 @@ class ModelSpec:
                 found["channels of short convolutions"] = plan.state.channels
             if plan.state is not None and plan.attends:
                 found["layers with attention and a state"] = 1
-            if plan.latent is not None:
-                found["layers with latent attention"] = 1
             if not plan.feeds or not plan.mixes:
                 found["layers without an MLP, or with nothing else"] = 1
         return found

@@ -518,8 +518,8 @@ class Decoder:
         assert weights.decay_out is not None, "so decays have two products"
         assert weights.gate_out is not None, "and z has"
         mixed, b, decays, gate = product.split([rule.channels, rule.value_heads, rule.rank, rule.rank], dim=-1)
-        a = self.ops.linear(decays.contiguous(), weights.decay_out, None, tiling)
-        z = self.ops.linear(gate.contiguous(), weights.gate_out, None, tiling)
+        a = self._product(decays.contiguous(), weights.decay_out, None, tiling)
+        z = self._product(gate.contiguous(), weights.gate_out, None, tiling)
         return torch.cat((mixed, z, b, a), dim=-1)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
@@ -565,9 +565,9 @@ class Decoder:
         if weights.q_expand is not None:
             assert weights.q_norm is not None
             norm = (weights.q_norm, LATENT_EPS)
-            query = self.ops.linear(query.contiguous(), weights.q_expand, None, tiling, norm=norm)
+            query = self._product(query.contiguous(), weights.q_expand, None, tiling, norm=norm)
         norm = (weights.norm, LATENT_EPS)
-        both = self.ops.linear(content.contiguous(), weights.expand, None, tiling, norm=norm)
+        both = self._product(content.contiguous(), weights.expand, None, tiling, norm=norm)
         keys, values = both.split([heads * latent.plain, heads * latent.value], dim=-1)
         keys, values = (each.unflatten(-1, (heads, -1)) for each in (keys, values))
         # rotated pairs are halves of a head apart, see `rope.head_order`

@@ -333,7 +333,6 @@ class TableRow:
         joins: name of the row with the routed experts' tensors. This tensor of a shared expert may be stored there as
             one more expert.
         mixed: True if rows of several axes are stored together, head by head. Ranks then split these axes together.
-        flat: True if the tensor is stored with more axes, each of one element.
     """
 
     name: str
@@ -351,7 +350,6 @@ class TableRow:
     apart: str = ""
     joins: str = ""
     mixed: bool = False
-    flat: bool = False
 
     @property
     def place(self) -> str:
@@ -640,6 +638,7 @@ LAYER: Final[tuple[TableRow, ...]] = (
             ("latent_rank",),
             field="latent.expand",
             order=latent_expand_order,
+            mixed=True,
         ),
     ),
     *_rows(
@@ -681,16 +680,6 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow("channel_out", ("self_attn.o_proj",), _HIDDEN, ("values",), field="o"),
         TableRow("channel_conv", _CHANNEL_CONVS, _CHANNELS, _TAPS, "vector", field="state.conv"),
         TableRow("channel_decay", ("self_attn.A_log",), _HEADS, (), "exact", field="state.decay", leaf=""),
-        TableRow(
-            "channel_decay_flat",
-            (),
-            ("one",),
-            ("one", "value_heads", "one"),
-            "exact",
-            field="state.decay",
-            leaf="",
-            flat=True,
-        ),
         TableRow("channel_step", ("self_attn.dt_bias",), ("keys",), (), "exact", field="state.step", leaf=""),
         TableRow("channel_norm", ("self_attn.o_norm",), ("value_dim",), (), "vector", field="state.norm"),
     ),

@@ -15,6 +15,7 @@ from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import LAYER, LatentWeights, LayerWeights, StateWeights, slices_of, tensor_shapes
 from tests.helpers import families, hybrid
 
+KDA = ("kimi_linear", "ling")
 PARTS = {"state": StateWeights, "latent": LatentWeights, "experts": ExpertWeights}
 NOT_STORED = {"experts.joined"}  # says how the others are stored
 
@@ -42,7 +43,7 @@ def _spec(name: str) -> ModelSpec:
     return spec_from_config((families if name in families.FAMILIES else hybrid).config_of(name))
 
 
-@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS, "lfm2_moe", "lfm3", "granite4", "bamba"])
+@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS, "lfm2_moe", "lfm3", "granite4", "bamba", *KDA])
 def test_ranks_read_every_row_and_column_once(name: str) -> None:
     spec = _spec(name)
     assert divides(spec, 2)

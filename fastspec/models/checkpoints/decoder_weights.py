@@ -286,8 +286,7 @@ class _Layer:
         if row.kind == "matrix":
             self._take_matrix(row, names, order)
         else:
-            made = loader.tensor(*names, order=order, dtype=torch.float32 if row.kind == "exact" else None)
-            self._made[place] = made.view(-1) if row.flat else made
+            self._made[place] = loader.tensor(*names, order=order, dtype=torch.float32 if row.kind == "exact" else None)
         if biases:
             self._made[f"{place}_bias"] = loader.tensor(*biases, order=order)
 

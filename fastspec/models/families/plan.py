@@ -323,6 +323,7 @@ class ModelFamily:
         names: stored names of a layer's tensors by row of `layer_table.LAYER`, if they differ from that table.
         scales: function of the config fields that returns the factors outside of layers.
         other_names: names of the same tensors, by row, in live modules and what is saved of them as it is.
+        flat: last parts of the names of vectors that are stored with more axes, each of one element.
         renamed: parts of stored names with their replacements, in order: for tensors outside of layers, and for a
             name that differs between files and live modules.
         eps: config field with the epsilon of norms.
@@ -351,6 +352,7 @@ class ModelFamily:
     scales: Callable[[ConfigFields], ModelScales] = _no_scales
     renamed: Mapping[str, str] = field(default_factory=dict)
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    flat: tuple[str, ...] = ()
     eps: str = "rms_norm_eps"
     inner: str | Callable[[ConfigFields], int] = "intermediate_size"
     act: tuple[str, str] | None = ("hidden_act", "silu")

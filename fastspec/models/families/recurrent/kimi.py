@@ -100,16 +100,16 @@ _SHARED: Final = {
 KIMI_LINEAR = ModelFamily(
     "KimiLinearForCausalLM",
     _plans,
-    {**_SHARED, "channel_decay": (), "channel_decay_flat": ("self_attn.A_log",)},
+    _SHARED,
     renamed={".self_attn.forget_gate.": ".self_attn."},
     other_names={"channel_conv": ("self_attn.conv1d",)},
+    flat=("self_attn.A_log",),
     rope_kinds=(),
 )
 BAILING_HYBRID = replace(
     KIMI_LINEAR,
     architecture="BailingHybridForCausalLM",
     plans=_ling_plans,
-    names=_SHARED,
     renamed={
         "model.word_embeddings.": "model.embed_tokens.",
         ".attention.": ".self_attn.",

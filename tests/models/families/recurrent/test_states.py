@@ -208,7 +208,6 @@ def test_the_mlp_of_lfm2_is_as_wide_as_its_config_adjusts_it() -> None:
         ("falcon_h1", "layers with attention and a state 1"),
         ("nemotron_h", "layers without an MLP, or with nothing else 1"),
         ("granite4_moe", "groups of recurrent heads 1"),
-        ("kimi_linear", "layers with latent attention 1"),
         ("jamba", "layers with Mamba-1 1"),
     ],
 )
