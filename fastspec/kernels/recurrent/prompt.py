@@ -158,7 +158,6 @@ def solve_kernel(
         of_key = ((at * KEY_HEADS + head // (VALUE_HEADS // KEY_HEADS)) * KEY_DIM)[:, None] + key[None, :]
         has_key = there[:, None] & (key < KEY_DIM)[None, :]
         k = tl.load(ready.k + of_key, mask=has_key, other=0.0)  # [CHUNK, keys]
-        q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
         beta = tl.load(ready.beta + at * VALUE_HEADS + head, mask=there, other=0.0)
         before = line[:, None] > line[None, :]
         place = (row * tl.num_programs(0) + piece) * VALUE_HEADS + head
@@ -168,9 +167,9 @@ def solve_kernel(
             tl.store(chunks.decay + place * CHUNK + line, decay)
             ratio = tl.exp(tl.where(before, decay[:, None] - decay[None, :], 0.0))
             inner = beta[:, None] * ratio * tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [CHUNK, CHUNK]
-            scores = ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION)
             keyed = (beta * tl.exp(decay))[:, None] * k
         else:
+            q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
             decay = tl.cumsum(tl.load(ready.decay + of_key, mask=has_key, other=0.0), axis=0)  # [CHUNK, keys]
             last = row_of(decay, line == CHUNK - 1)
             tl.store(chunks.decay + place * KEY_DIM + key, last, mask=key < KEY_DIM)
@@ -190,6 +189,9 @@ def solve_kernel(
         tl.store(
             chunks.written + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value
         )
+        if DECAY == "head":
+            q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
+            scores = ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = tl.where(line[:, None] >= line[None, :], scores, 0.0)
         tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
 
