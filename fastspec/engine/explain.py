@@ -289,8 +289,10 @@ def _products(settings: Settings) -> str:
     return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"
 
 
-_STATE_KINDS = {DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRule: "short convolutions"}
-_STATE_KINDS |= {SelectiveRule: "Mamba-1"}
+_STATE_KINDS = {
+    **{DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRule: "short convolutions"},
+    SelectiveRule: "Mamba-1",
+}
 
 
 def states_of_layers(engine: Engine) -> str:

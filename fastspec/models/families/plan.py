@@ -118,8 +118,8 @@ class LayerPlan:
         [with latent: q, k and v as in `LatentPlan`]
         a = attention(q, k, v)                      over all keys, or over the `window` newest
         a = sigmoid(gate) a [with output_gate, whose rows come after those of v in Wqkv, or with head_gate]
-        [with a state and no attention: a = `reference.delta_rule`, `short_conv` or `mamba` of h Wqkv, whose rows are
-            then those of `state`]
+        [with a state and no attention: a = `reference.delta_rule`, `short_conv`, `mamba` or `selective_scan` of
+            h Wqkv, whose rows are then those of `state`]
         a = a Wo [+ bias], a = norm(a) [with post_norm]
         x = x + residual_scale * a
         h = norm(x) [x itself without pre_norm; the first h if parallel]
