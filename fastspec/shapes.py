@@ -111,7 +111,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Elements that it reads: q, k, v, the gate z of each value, b of each value head, and `decays`."""
+        """Number of elements that the rule reads: q, k, v, the gate z of each value, b of each value head, `decays`."""
         return self.channels + self.values + self.value_heads + self.decays
 
     @property
