@@ -77,6 +77,11 @@ class DeltaRule(NamedTuple):
         value_heads: heads of values, each with a state [value_dim, key_dim].
         key_dim, value_dim: elements of one head.
         width: positions that the convolution reads, including the current one (its kernel size).
+        by_channel: True if each element of a key has a decay of its own (Kimi delta attention, arXiv 2510.26692).
+            There are as many key heads as value heads then.
+        floor: least logarithm of such a decay; the decay is e^(floor sigmoid(rate x)). 0: it is e^(-rate softplus(x)).
+        rank: width between the two products that make decays and the gate z. 0: they are rows of the first product.
+        gate: activation of z in the gated norm.
     """
 
     key_heads: int
@@ -84,6 +89,10 @@ class DeltaRule(NamedTuple):
     key_dim: int
     value_dim: int
     width: int
+    by_channel: bool = False
+    floor: float = 0.0
+    rank: int = 0
+    gate: Literal["silu", "sigmoid"] = "silu"
 
     @property
     def keys(self) -> int:
@@ -102,8 +111,13 @@ class DeltaRule(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of outputs of the input projection: q, k, v, the gate z of each value, b and a of each value head."""
-        return self.channels + self.values + 2 * self.value_heads
+        """Number of elements that the rule reads: q, k, v, the gate z of each value, b of each value head, `decays`."""
+        return self.channels + self.values + self.value_heads + self.decays
+
+    @property
+    def decays(self) -> int:
+        """Elements a of a position, from which decays are computed: one for each value head, or element of a key."""
+        return self.keys if self.by_channel else self.value_heads
 
     @property
     def tail(self) -> int:
@@ -213,7 +227,52 @@ class MambaRule(NamedTuple):
         return self._replace(heads=self.heads // ranks, groups=self.groups // ranks)
 
 
-StateRule: TypeAlias = DeltaRule | ConvRule | MambaRule  # each kind of layer with a recurrent state
+class SelectiveRule(NamedTuple):
+    """Sizes of a Mamba-1 layer (arXiv 2312.00752), in which every channel has a state and steps of its own.
+
+    Attributes:
+        channels: elements of x.
+        state_dim: elements of B, of C, and of the state of a channel.
+        width: positions that the convolution reads, including the current one.
+        rank: width between the two products that make steps from x.
+    """
+
+    channels: int
+    state_dim: int
+    width: int
+    rank: int
+
+    @property
+    def values(self) -> int:
+        """Elements of the result of a position."""
+        return self.channels
+
+    @property
+    def rows(self) -> int:
+        """Rows of the product before it: x and its gate z."""
+        return 2 * self.channels
+
+    @property
+    def selected(self) -> tuple[int, int, int]:
+        """Elements that are computed from x: those of the inner step, B and C."""
+        return self.rank, self.state_dim, self.state_dim
+
+    @property
+    def tail(self) -> int:
+        """Number of older positions that the convolution reads."""
+        return self.width - 1
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of the state after one position."""
+        return self.channels, self.state_dim
+
+    def cut(self, ranks: int) -> SelectiveRule:
+        """Returns the sizes of one rank's part. Layers of this kind are not cut."""
+        return self
+
+
+StateRule: TypeAlias = DeltaRule | ConvRule | MambaRule | SelectiveRule  # each kind of layer with a recurrent state
 
 
 class RoutingRule(NamedTuple):

@@ -13,7 +13,7 @@ from fastspec.models.checkpoints.pair import AS_STORED
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
 from fastspec.models.hosted.model import HostedModel
-from fastspec.models.interface import ModelSource
+from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.models.pairs import suggestion
 from fastspec.models.parallel import ParallelDecoder
 from fastspec.models.vocab import SharedVocab
@@ -21,7 +21,7 @@ from fastspec.output import Stats
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.sampling.rules import BLOCK, COUPLED, SyntheticAcceptance
 from fastspec.scheduling.draft_length import DraftPlan
-from fastspec.shapes import ConvRule, DeltaRule, MambaRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 
 WEIGHT_ONLY = (
     "read as they are dequantised, with activations in the dtype above: an engine that rounds activations to 8 bits "
@@ -265,9 +265,14 @@ def attention_kernels(settings: Settings) -> dict[str, str]:
     if layout.draft is not None:
         models["draft"] = (layout.draft, layout.draft_dtype, of_draft)
     return {
-        name: described(gpu, dtype.itemsize, spec.head_dim, layout.page_size, capacity, cached.itemsize)
+        name: described(gpu, dtype.itemsize, _head_dim(spec), layout.page_size, capacity, cached.itemsize)
         for name, (spec, dtype, cached) in models.items()
     }
+
+
+def _head_dim(spec: ModelInfo) -> int:
+    """Returns head_dim of the first layer with attention."""
+    return spec.attention_shapes[0][2] if spec.attention_shapes else spec.head_dim
 
 
 def _products(settings: Settings) -> str:
@@ -284,7 +289,10 @@ def _products(settings: Settings) -> str:
     return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"
 
 
-_STATE_KINDS = {DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRule: "short convolutions"}
+_STATE_KINDS = {
+    **{DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRule: "short convolutions"},
+    SelectiveRule: "Mamba-1",
+}
 
 
 def states_of_layers(engine: Engine) -> str:
@@ -293,7 +301,10 @@ def states_of_layers(engine: Engine) -> str:
     rules = target.spec.state_rules if isinstance(target, Decoder) else ()
     if not rules:
         return ""
-    text = f"{len(rules)} layers with {_STATE_KINDS[type(rules[0])]}: "
+    kind = _STATE_KINDS[type(rules[0])]
+    if isinstance(rules[0], DeltaRule) and rules[0].by_channel:
+        kind = "Kimi delta attention"
+    text = f"{len(rules)} layers with {kind}: "
     return text + ("Triton kernels" if engine.modules.ops.name == "triton" else "torch, token by token")
 
 

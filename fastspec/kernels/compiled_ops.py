@@ -31,7 +31,7 @@ OUTSIDE = (
     *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "processed_logits", "commit", "publish"),
     "record_logprobs",
     *("rotate", "store_heads", "delta_rule", "gated_norm", "gated"),
-    *("short_conv", "mamba", "mamba_norm"),
+    *("short_conv", "mamba", "mamba_norm", "selective_conv", "selective_scan"),
     *("pack_rounded", "workspace_bytes", "commit_scratch", "sampled_work", "sampled_work_bytes"),
     *("record_work", "record_work_bytes", "compiling", "compiling_behind", "is_brief"),
 )

@@ -59,6 +59,8 @@ class Ops:
     short_conv = staticmethod(reference.short_conv)
     mamba = staticmethod(reference.mamba)
     mamba_norm = staticmethod(reference.mamba_norm)
+    selective_conv = staticmethod(reference.selective_conv)
+    selective_scan = staticmethod(reference.selective_scan)
     gated = staticmethod(reference.gated)
     argmax = staticmethod(reference.argmax)
 

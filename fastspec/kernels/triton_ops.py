@@ -44,7 +44,7 @@ from fastspec.kernels.product.quantised.plan import MAX_ROWS
 from fastspec.kernels.product.quantised.prompts import prefill_quantised
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
-from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
+from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, selective_conv, selective_scan, short_conv
 from fastspec.kernels.reference.attention import AttendCall
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.rotate import rotate as rotate_heads
@@ -98,6 +98,8 @@ class TritonOps(Ops):
     short_conv = staticmethod(short_conv)
     mamba = staticmethod(mamba)
     mamba_norm = staticmethod(mamba_norm)
+    selective_conv = staticmethod(selective_conv)
+    selective_scan = staticmethod(selective_scan)
     look_up = staticmethod(look_up)
     verify_commit = staticmethod(verify_commit)
     sampled_commit = staticmethod(sampled_commit)

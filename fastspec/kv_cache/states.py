@@ -25,8 +25,7 @@ class StateCache:
     """Recurrent states of one model.
 
     Attributes:
-        states: fp32 [layers, rows, slots, *state_shape] with slots = max_drafts + 1; see `DeltaRule`, `ConvRule` and
-            `MambaRule`.
+        states: fp32 [layers, rows, slots, *state_shape] with slots = max_drafts + 1; see `StateRule`.
         inputs: [layers, rows, max_drafts + width, channels], inputs of the convolution at as many positions as one step
             reads and writes. So no CTA overwrites an input that another CTA still reads.
         kept: states after prefixes of prompts. None: they are not stored.

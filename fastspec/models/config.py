@@ -21,7 +21,7 @@ from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily, M
 from fastspec.models.fields import ConfigFields
 from fastspec.models.layer_table import weight_bytes
 from fastspec.models.rope import RopeSpec, head_order, ropes_of
-from fastspec.shapes import DeltaRule, MambaRule, StateRule
+from fastspec.shapes import DeltaRule, MambaRule, SelectiveRule, StateRule
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -138,6 +138,8 @@ class ModelSpec:
                 found["recurrent key heads"] = plan.state.key_heads
             elif isinstance(plan.state, MambaRule):
                 found["groups of recurrent heads"] = plan.state.groups
+            elif isinstance(plan.state, SelectiveRule):
+                found["layers with Mamba-1"] = 1
             elif plan.state is not None:
                 found["channels of short convolutions"] = plan.state.channels
             if plan.state is not None and plan.attends:
@@ -295,7 +297,7 @@ def refuse_other_architectures(family: str, named: object) -> None:
 
 def _rope_dims(plans: tuple[LayerPlan, ...], head_dim: int, family: ModelFamily) -> tuple[int, ...]:
     """Returns the elements of a head for each rotary embedding of a family."""
-    dims = {plan.rope: plan.head_dim or head_dim for plan in plans}
+    dims = {plan.rope: plan.latent.shared if plan.latent else plan.head_dim or head_dim for plan in plans}
     return tuple(dims.get(index, head_dim) for index in range(max(1, len(family.rope_layers))))
 
 

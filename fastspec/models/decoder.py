@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import reference
@@ -16,20 +17,23 @@ from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.reference.recurrent import DeltaParts
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.models.config import ModelSpec
-from fastspec.models.families.plan import BranchFactors, LayerPlan
+from fastspec.models.families.plan import BranchFactors, LatentPlan, LayerPlan
 from fastspec.models.layer_kinds import one_of_each
-from fastspec.models.layer_table import DecoderWeights, InputWeights, LayerWeights
+from fastspec.models.layer_table import DecoderWeights, InputWeights, LayerWeights, StateWeights
 from fastspec.shapes import (
     AttentionRule,
     ClampedGate,
     ConvRule,
+    DeltaRule,
     ForwardBatch,
     MambaRule,
+    SelectiveRule,
     SquaredRelu,
     StateRule,
     Tiling,
 )
 
+LATENT_EPS = 1e-6  # of the norms inside latent attention; configs have no field for it, transformers has this constant
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
 # norm weights of queries and of keys, each [D], and their epsilon
 HeadNorms: TypeAlias = "tuple[Tensor, Tensor, float]"
@@ -476,6 +480,8 @@ class Decoder:
         assert weights is not None, "the layer is recurrent"
         assert states is not None, "so the model has states"
         assert rows.state_rows is not None, "which rows have"
+        if isinstance(rule, DeltaRule) and rule.rank:
+            product = self._with_gates(rule, weights, product, rows.tiling)
         slots = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
         prompt = len(product) == 1 and product.shape[1] > states.states.shape[2]
         kept = states.kept.of_layer(place) if prompt and states.kept is not None else None
@@ -484,10 +490,37 @@ class Decoder:
         if isinstance(rule, MambaRule):
             out = ops.mamba(product, weights, *slots, rule, kept)
             return ops.mamba_norm(out, product[..., : rule.values], weights.norm, self.spec.rms_eps, rule)
+        if isinstance(rule, SelectiveRule):
+            mixed, steps = self._selected(rule, weights, ops.selective_conv(product, weights, *slots, rule, kept), rows)
+            out = ops.selective_scan(mixed, steps, weights, slots[0], *slots[2:], rule, kept)
+            return ops.mamba_norm(out, product[..., rule.channels :], None, self.spec.rms_eps, rule)
         # a layer of this rule has all weights of `DeltaParts`
         out = ops.delta_rule(product, cast("DeltaParts", weights), *slots, rule, kept)
         gate = product[..., rule.channels : rule.channels + rule.values]
-        return ops.gated_norm(out, gate, cast("Tensor", weights.norm), self.spec.rms_eps)
+        return ops.gated_norm(out, gate, cast("Tensor", weights.norm), self.spec.rms_eps, rule.gate)
+
+    def _selected(
+        self, rule: SelectiveRule, weights: StateWeights, x: Tensor, rows: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what `selective_scan` reads: x, B and C, each after its norm, and steps."""
+        assert weights.select is not None, "Mamba-1 has these weights"
+        assert weights.step_out is not None, "Mamba-1 has these weights"
+        parts = self.ops.linear(x, weights.select, None, rows.tiling).split(rule.selected, dim=-1)
+        norms = weights.step_norm, weights.b_norm, weights.c_norm
+        step, b, c = (
+            self.ops.norm(part.contiguous(), cast("Tensor", norm), self.spec.rms_eps)
+            for part, norm in zip(parts, norms, strict=True)
+        )
+        return torch.cat((x, b, c), dim=-1), self.ops.linear(step, weights.step_out, None, rows.tiling)
+
+    def _with_gates(self, rule: DeltaRule, weights: StateWeights, product: Tensor, tiling: Tiling) -> Tensor:
+        """Returns the product that `delta_rule` reads, with decays and z made by their second products."""
+        assert weights.decay_out is not None, "so decays have two products"
+        assert weights.gate_out is not None, "and z has"
+        mixed, b, decays, gate = product.split([rule.channels, rule.value_heads, rule.rank, rule.rank], dim=-1)
+        a = self._product(decays.contiguous(), weights.decay_out, None, tiling)
+        z = self._product(gate.contiguous(), weights.gate_out, None, tiling)
+        return torch.cat((mixed, z, b, a), dim=-1)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         """Computes attention before the output projection, with the output gate if the layer has one: [B, Q, H * D]."""
@@ -507,6 +540,8 @@ class Decoder:
     def _attend_ungated(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
         """Computes attention without the output gate, with the plan's norms and rotation of heads."""
         plan = self.spec.plans[index]
+        if plan.latent is not None:
+            qkv = self._expanded(index, plan.latent, layer, qkv, rows.tiling)
         rotation: Rotation | None = None if plan.rope is None else self._tables[plan.rope]
         norms = self._norms(index)
         if norms is None and plan.qk_norm is not None:
@@ -515,7 +550,33 @@ class Decoder:
             rotation = None  # heads are already rotated
         if plan.rope is not None and (factors := self._query_factors[plan.rope]) is not None:
             qkv = self._scaled_queries(qkv, factors, rows.positions)
-        return self._attend_rows(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
+        attended = self._attend_rows(index, qkv, rows, rotation, norms, plan.rule, layer.sinks)
+        if plan.latent is None:
+            return attended
+        values: Tensor = attended.unflatten(-1, (-1, plan.latent.dim))[..., : plan.latent.value].flatten(-2)
+        return values
+
+    def _expanded(self, index: int, latent: LatentPlan, layer: LayerWeights, product: Tensor, tiling: Tiling) -> Tensor:
+        """Returns q, k and v of all heads of a layer with latent attention. Values end with zeros."""
+        weights, heads = layer.latent, self.spec.heads_of(self.spec.plans[index])[0]
+        assert weights is not None, "the layer has latent attention"
+        sizes = [latent.q_rank or heads * latent.dim, latent.rank, latent.shared]
+        query, content, shared = product.split(sizes, dim=-1)
+        if weights.q_expand is not None:
+            assert weights.q_norm is not None
+            norm = (weights.q_norm, LATENT_EPS)
+            query = self._product(query.contiguous(), weights.q_expand, None, tiling, norm=norm)
+        norm = (weights.norm, LATENT_EPS)
+        both = self._product(content.contiguous(), weights.expand, None, tiling, norm=norm)
+        keys, values = both.split([heads * latent.plain, heads * latent.value], dim=-1)
+        keys, values = (each.unflatten(-1, (heads, -1)) for each in (keys, values))
+        # rotated pairs are halves of a head apart, see `rope.head_order`
+        halves = 1 if self.spec.plans[index].rope is None else 2
+        plain = keys.chunk(halves, dim=-1)
+        rest = shared[..., None, :].expand(*shared.shape[:-1], heads, -1).chunk(halves, dim=-1)
+        parts = [*plain, *rest] if halves == 1 else [rest[0], plain[0], rest[1], plain[1]]
+        values = F.pad(values, (0, latent.dim - latent.value))
+        return torch.cat((query, torch.cat(parts, dim=-1).flatten(-2), values.flatten(-2)), dim=-1)
 
     def _with_values(self, index: int, product: Tensor, lent: dict[int, Tensor]) -> Tensor:
         """Returns q, k and v of a layer whose product may lack k and v, and whose values may be normed.

@@ -29,7 +29,7 @@ from fastspec.distributed.slices import Cut, RankShare
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.families.plan import LayerPlan
-from fastspec.shapes import ConvRule, DeltaRule, MambaRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,21 +54,27 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateWeights:
-    """Tensors of a recurrent layer besides its projections. See `DeltaRule`, `ConvRule` and `MambaRule` for sizes.
+    """Tensors of a recurrent layer besides its projections. See `StateRule` for sizes.
 
     Fields that the rule does not need are None.
 
     Attributes:
         conv: [channels, 1, width], weights of the convolution.
         conv_bias: [channels].
-        decay: fp32 [value_heads], log A (`A_log` in checkpoints). Of Mamba-2: [heads].
-        step: fp32 of the same shape, the bias that is added to a step (`dt_bias`).
+        decay: fp32 [value_heads], log A (`A_log` in checkpoints). Of Mamba-2: [heads], of Mamba-1: [channels,
+            state_dim]. step and skip are then [channels].
+        step: fp32 of the same shape, the bias that is added to a step (`dt_bias`); with `by_channel` fp32 [keys].
         skip: fp32 [heads], factor of x in the result of Mamba-2 (`D`).
         norm: [value_dim], weight of the gated norm. Of Mamba-2: [values].
         gates: [2 * value_heads, hidden], the rows of b and a, if only these are not quantised. None: they are in
             `LayerWeights.qkv`.
         inner, out: first and last matrix of the state, if the layer also has attention. None: they are
             `LayerWeights.qkv` and `LayerWeights.o`.
+        select: [rank + 2 * state_dim, channels], the product that makes steps, B and C of Mamba-1 from x.
+        step_out: [channels, rank], second product of steps.
+        step_norm, b_norm, c_norm: [rank], [state_dim] and [state_dim], weights of their norms.
+        decay_out, gate_out: [keys, rank] and [values, rank], second products of decays and of the gate z. None: these
+            are rows of `LayerWeights.qkv`.
     """
 
     conv: Tensor
@@ -80,6 +86,29 @@ class StateWeights:
     gates: Weight | None = None
     inner: Weight | None = None
     out: Weight | None = None
+    select: Weight | None = None
+    step_out: Weight | None = None
+    step_norm: Tensor | None = None
+    b_norm: Tensor | None = None
+    c_norm: Tensor | None = None
+    decay_out: Weight | None = None
+    gate_out: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentWeights:
+    """Tensors of latent attention besides its first and last product; `LatentPlan` has the sizes.
+
+    Attributes:
+        norm: [rank], weight of the norm of c.
+        expand: [H * (plain + value), rank], k1 of all heads and then v of all heads.
+        q_norm, q_expand: [q_rank] and [H * dim, q_rank]. None: queries have one product.
+    """
+
+    norm: Tensor
+    expand: Weight
+    q_norm: Tensor | None = None
+    q_expand: Weight | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,8 +123,8 @@ class LayerWeights:
         attended_norm, mlp_norm: [hidden], weights of the norms of the outputs of attention and MLP.
         input_norm_bias, post_norm_bias: [hidden].
         qkv: [(H + 2 * Hkv) * D, hidden]: query rows first, then key, then value, then those of an output gate.
-            In a recurrent layer without attention [rows, hidden], with the rows of its rule. None: the layer has
-            only an MLP.
+            In a recurrent layer without attention [rows, hidden], with the rows of its rule. With latent attention
+            the rows of queries, or of their first product, then c and r. None: the layer has only an MLP.
         qkv_bias: bias of qkv.
         q_norm, k_norm: [D], or [H * D] and [Hkv * D] for a norm over all heads.
         head_gate: [H, hidden], gates of the outputs of heads.
@@ -106,6 +135,7 @@ class LayerWeights:
         down: [hidden, intermediate].
         down_bias: [hidden].
         state: other tensors of a recurrent layer. None: the layer has no state.
+        latent: other tensors of latent attention. None: the layer has none.
         experts: weights of a mixture of experts. gate_up and down are then those of a shared expert. None: a dense MLP.
         sinks: [H], for each head the score of one more key without a value.
         input_gate, input_projection: [inputs, hidden] and [hidden, inputs], of the layer's own input.
@@ -132,6 +162,7 @@ class LayerWeights:
     attended_norm: Tensor | None = None
     mlp_norm: Tensor | None = None
     state: StateWeights | None = None
+    latent: LatentWeights | None = None
     experts: ExpertWeights | None = None
     input_gate: Weight | None = None
     input_projection: Weight | None = None
@@ -203,13 +234,14 @@ class DecoderWeights:
     def _held(self) -> list[Weight | ExpertWeights | Tensor]:
         held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
         held += [] if self.inputs is None else [self.inputs.embed, self.inputs.projection, self.inputs.norm]
-        held += [tensor for layer in self.layers for part in (layer, layer.state) for tensor in _held(part)]
+        parts = ((layer, layer.state, layer.latent) for layer in self.layers)
+        held += [tensor for part in parts for each in part for tensor in _held(each)]
         return list({id(each): each for each in held if each is not None}.values())
 
 
-def _held(part: LayerWeights | StateWeights | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:
+def _held(part: LayerWeights | StateWeights | LatentWeights | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:
     for each in () if part is None else fields(part):
-        if not isinstance(held := getattr(part, each.name), StateWeights):
+        if not isinstance(held := getattr(part, each.name), StateWeights | LatentWeights):
             yield held
 
 
@@ -407,6 +439,52 @@ def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
     return [*q, *k, *v, *z, *gates(0), *gates(served)]
 
 
+def latent_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
+    """Returns the stored row of each row of q, c and r. None: as stored. q2 comes last in a stored head."""
+    latent, order = plan.latent, _latent_head_order(spec, plan)
+    assert latent is not None, "the layer has latent attention"
+    if order is None or latent.q_rank:
+        return None if order is None else [*range(latent.q_rank + latent.rank), *_shared_order(spec, plan)]
+    queries = [head * latent.dim + at for head in range(spec.num_heads) for at in order]
+    return [*queries, *range(len(queries), len(queries) + latent.rank), *_shared_order(spec, plan)]
+
+
+def _shared_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
+    """Returns the stored row of each row of r."""
+    latent, order = plan.latent, _latent_head_order(spec, plan)
+    assert latent is not None
+    assert order is not None
+    first = (latent.q_rank or spec.num_heads * latent.dim) + latent.rank
+    return [first + at - latent.plain for at in order if at >= latent.plain]
+
+
+def latent_q_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
+    """Returns the stored row of each row of the second product of queries. None: as stored."""
+    order = _latent_head_order(spec, plan)
+    assert plan.latent is not None
+    return order and [head * plan.latent.dim + at for head in range(spec.num_heads) for at in order]
+
+
+def latent_expand_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
+    """Returns the stored row of each row of k1 and v, which are stored head by head."""
+    latent = plan.latent
+    assert latent is not None, "the layer has latent attention"
+    each, heads = latent.plain + latent.value, range(spec.num_heads)
+    keys = [head * each + at for head in heads for at in range(latent.plain)]
+    return keys + [head * each + at for head in heads for at in range(latent.plain, each)]
+
+
+def _latent_head_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
+    """Returns the stored element of each element of a query head. None: as stored.
+
+    `ModelSpec.head_order` is that of heads whose rotated elements come first.
+    """
+    if plan.rope is None or spec.head_order is None or plan.latent is None:
+        return None
+    plain, shared = plan.latent.plain, plan.latent.shared
+    return [plain + at if at < shared else at - shared for at in spec.head_order]
+
+
 def _norms_heads(plan: LayerPlan) -> bool:
     return plan.qk_norm is not None
 
@@ -420,7 +498,27 @@ def _biased_qkv(plan: LayerPlan) -> bool:
 
 
 def _projects_v(plan: LayerPlan) -> bool:
-    return plan.caches and not plan.value_is_key
+    return plan.caches and not plan.value_is_key and plan.latent is None
+
+
+def _latent_queries(plan: LayerPlan) -> bool:
+    return plan.latent is not None and plan.latent.q_rank > 0
+
+
+def _latent_alone(plan: LayerPlan) -> bool:
+    return plan.latent is not None and not plan.latent.q_rank
+
+
+def _by_head(plan: LayerPlan) -> bool:
+    return isinstance(plan.state, DeltaRule) and not plan.state.by_channel
+
+
+def _by_channel(plan: LayerPlan) -> bool:
+    return isinstance(plan.state, DeltaRule) and plan.state.by_channel
+
+
+def _low_rank(plan: LayerPlan) -> bool:
+    return isinstance(plan.state, DeltaRule) and plan.state.rank > 0
 
 
 def _shows_k(plan: LayerPlan) -> bool:
@@ -458,6 +556,9 @@ def _norms_state(plan: LayerPlan) -> bool:
 
 _QKV = tuple(f"self_attn.{part}_proj" for part in "qkv")
 _DELTA = tuple(f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a"))
+_CHANNEL_DELTA = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "g", "b", "f"))
+_LOW_RANK_DELTA = tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "b", "f_a", "g_a"))
+_CHANNEL_CONVS = tuple(f"self_attn.{part}_conv1d" for part in "qkv")
 _EXPERT, _SHARED = "mlp.experts.{}.", "mlp.shared_expert."
 _ROUTER = "mlp.gate"
 _MLP = ("mlp.gate_proj", "mlp.up_proj")
@@ -492,7 +593,98 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow("sinks", ("self_attn.sinks",), ("query_heads",), (), "vector", when=lambda plan: plan.sinks, leaf=""),
     ),
     *_rows(
-        lambda plan: isinstance(plan.state, DeltaRule),
+        lambda plan: plan.latent is not None,
+        TableRow(
+            "latent",
+            ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+            ("q", ("latent_rank", "latent_shared")),
+            ("read",),
+            when=_latent_alone,
+            field="qkv",
+            order=latent_order,
+        ),
+        TableRow(
+            "latent_in",
+            ("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+            ("latent_q_rank", ("latent_rank", "latent_shared")),
+            ("read",),
+            when=_latent_queries,
+            field="qkv",
+            order=latent_order,
+        ),
+        TableRow(
+            "latent_q_norm",
+            ("self_attn.q_a_layernorm",),
+            ("latent_q_rank",),
+            (),
+            "norm",
+            when=_latent_queries,
+            field="latent.q_norm",
+        ),
+        TableRow(
+            "latent_q_expand",
+            ("self_attn.q_b_proj",),
+            ("q",),
+            ("latent_q_rank",),
+            when=_latent_queries,
+            field="latent.q_expand",
+            order=latent_q_order,
+        ),
+        TableRow("latent_norm", ("self_attn.kv_a_layernorm",), ("latent_rank",), (), "norm", field="latent.norm"),
+        TableRow(
+            "latent_expand",
+            ("self_attn.kv_b_proj",),
+            (("latent_keys", "heads"),),
+            ("latent_rank",),
+            field="latent.expand",
+            order=latent_expand_order,
+            mixed=True,
+        ),
+    ),
+    *_rows(
+        _by_channel,
+        TableRow(
+            "channel_delta",
+            _CHANNEL_DELTA,
+            ("keys", "keys", "values", "values", "value_heads", "keys"),
+            ("read",),
+            when=lambda plan: not _low_rank(plan),
+            field="qkv",
+            apart="state.gates",
+        ),
+        TableRow(
+            "channel_delta_in",
+            _LOW_RANK_DELTA,
+            ("keys", "keys", "values", "value_heads", "state_rank", "state_rank"),
+            ("read",),
+            when=_low_rank,
+            field="qkv",
+            apart="state.gates",
+        ),
+        TableRow(
+            "channel_decay_out",
+            ("self_attn.f_b_proj",),
+            ("keys",),
+            ("state_rank",),
+            when=_low_rank,
+            field="state.decay_out",
+        ),
+        TableRow(
+            "channel_gate_out",
+            ("self_attn.g_b_proj",),
+            ("values",),
+            ("state_rank",),
+            when=_low_rank,
+            field="state.gate_out",
+        ),
+        TableRow("channel_out", ("self_attn.o_proj",), _HIDDEN, ("values",), field="o"),
+        TableRow("channel_conv", _CHANNEL_CONVS, _CHANNELS, _TAPS, "vector", field="state.conv"),
+        TableRow("channel_decay", ("self_attn.A_log",), _HEADS, (), "exact", field="state.decay", leaf=""),
+        TableRow("channel_step", ("self_attn.dt_bias",), ("keys",), (), "exact", field="state.step", leaf=""),
+        TableRow("channel_norm", ("self_attn.o_norm",), ("value_dim",), (), "vector", field="state.norm"),
+    ),
+    *_rows(
+        _by_head,
         TableRow(
             "delta",
             _DELTA,
@@ -536,6 +728,22 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow("mamba_step", ("mamba.dt_bias",), _HEADS, (), "exact", field="state.step", leaf=""),
         TableRow("mamba_skip", ("mamba.D",), _HEADS, (), "exact", field="state.skip", leaf=""),
         TableRow("mamba_norm", ("mamba.norm",), ("values",), (), "vector", when=_norms_state, field="state.norm"),
+    ),
+    *_rows(
+        lambda plan: isinstance(plan.state, SelectiveRule),
+        TableRow("selective", ("mamba.in_proj",), (("values", "values"),), ("read",), bias=_biased, field="qkv"),
+        TableRow("selective_out", ("mamba.out_proj",), _HIDDEN, ("values",), bias=_biased, field="o"),
+        TableRow(
+            "selective_conv", ("mamba.conv1d",), ("values",), _TAPS, "vector", field="state.conv", bias=_biased_conv
+        ),
+        TableRow("select", ("mamba.x_proj",), (("state_rank", "state", "state"),), ("values",), field="state.select"),
+        TableRow("step_norm", ("mamba.dt_layernorm",), ("state_rank",), (), "norm", field="state.step_norm"),
+        TableRow("b_norm", ("mamba.b_layernorm",), ("state",), (), "norm", field="state.b_norm"),
+        TableRow("c_norm", ("mamba.c_layernorm",), ("state",), (), "norm", field="state.c_norm"),
+        TableRow("step_out", ("mamba.dt_proj",), ("values",), ("state_rank",), field="state.step_out"),
+        TableRow("selective_step", ("mamba.dt_proj",), ("values",), (), "exact", field="state.step", leaf=".bias"),
+        TableRow("selective_decay", ("mamba.A_log",), ("values",), ("state",), "exact", field="state.decay", leaf=""),
+        TableRow("selective_skip", ("mamba.D",), ("values",), (), "exact", field="state.skip", leaf=""),
     ),
     *_rows(
         lambda plan: plan.feeds and plan.experts is None,
@@ -659,7 +867,7 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
         "q": Axis((1 + plan.output_gate) * heads, "heads", dim),
         "k": Axis(kv_heads, "kv_heads", dim),
         "v": Axis(kv_heads, "kv_heads", dim),
-        "heads": Axis(heads, "heads", dim),
+        "heads": Axis(heads, "heads", dim if plan.latent is None else plan.latent.value),
         "query_heads": Axis(heads, "heads"),
         "q_norm": Axis(heads * dim if over_all else dim),
         "k_norm": Axis(kv_heads * dim if over_all else dim),
@@ -668,6 +876,13 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
         "inputs": Axis(plan.inputs),
         "all_inputs": Axis(plan.inputs * spec.num_layers),
     }
+    if (latent := plan.latent) is not None:
+        found |= {
+            "latent_rank": Axis(latent.rank),
+            "latent_shared": Axis(latent.shared),
+            "latent_q_rank": Axis(latent.q_rank),
+            "latent_keys": Axis(heads, "heads", latent.plain),
+        }
     if (rule := plan.state) is not None:
         found["taps"] = Axis(rule.width)
     if isinstance(rule, DeltaRule):
@@ -676,9 +891,13 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
             "values": Axis(rule.values, "even"),
             "value_heads": Axis(rule.value_heads, "even"),
             "value_dim": Axis(rule.value_dim),
+            "state_rank": Axis(rule.rank),
         }
     elif isinstance(rule, ConvRule):
         found["values"] = Axis(rule.channels, "even")
+    elif isinstance(rule, SelectiveRule):
+        sizes = {"values": rule.channels, "state_rank": rule.rank, "state": rule.state_dim}
+        found |= {name: Axis(size) for name, size in sizes.items()}
     elif rule is not None:
         found |= {
             "values": Axis(rule.heads, "even", rule.head_dim),

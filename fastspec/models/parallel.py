@@ -87,9 +87,10 @@ class ParallelDecoder(Decoder):
                 self._pieces[id(weight)] = self._columns_of(weight)
                 continue
             sizes = pieces_of(row, spec, whole, own, share.parts)
-            if gates is not None:  # b and a of every part
-                self._pieces[id(gates)] = self._rows_of(gates, sizes[-2 * share.own_parts :])
-                sizes = sizes[: -2 * share.own_parts]
+            if gates is not None:  # the last rows of every part
+                last = next(at for at in range(len(sizes)) if sum(sizes[at:]) == gates.shape[0])
+                self._pieces[id(gates)] = self._rows_of(gates, sizes[last:])
+                sizes = sizes[:last]
             self._pieces[id(weight)] = self._rows_of(weight, sizes)
         if plan.experts is not None and layer.experts is not None:
             self._experts[id(layer)] = self._experts_of(layer.experts, plan.experts.width)

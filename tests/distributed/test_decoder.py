@@ -69,7 +69,7 @@ def test_every_family_has_the_same_bits_on_one_two_and_four_ranks(family: str, t
 @pytest.mark.parametrize(
     "kind",
     [
-        *("next", "lfm2_moe", "lfm3", "granite4"),
+        *("next", "lfm2_moe", "lfm3", "granite4", "kimi_linear", "ling"),
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen3_5", "qwen3_5_moe", "lfm2", "bamba")),
     ],
 )

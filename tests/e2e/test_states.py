@@ -1,4 +1,7 @@
-"""Short convolutions and Mamba-2, by family: text is transformers', and states are those of plain decoding."""
+"""Short convolutions, Mamba and Kimi delta attention, by family.
+
+Text is transformers', and states are those of plain decoding.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from transformers import PreTrainedModel
 from fastspec import FastSpecGenerator
 from fastspec.engine.explain import states_of_layers
 from fastspec.models.decoder import Decoder
-from fastspec.shapes import ConvRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 from tests.helpers.fuzzing import CI
 from tests.helpers.hybrid import VOCAB, make_states
 from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
@@ -26,7 +29,10 @@ from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
 NEW = 100
 LENGTHS = (1, 9, 70)
 # of which each is a family, or a part of one that no other has; see tests/models/families for the others
-SEEDS = {"lfm2": 0, "lfm2_moe": 0, "lfm3": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0}
+SEEDS = {
+    **{"lfm2": 0, "lfm2_moe": 0, "lfm3": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0},
+    **{"jamba": 0, "kimi_linear": 0, "ling": 0},
+}
 GAP = 1e-4  # of logits of transformers around 10: fp32 sums of chunks there, and token by token here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay
@@ -76,7 +82,11 @@ def test_greedy_text_is_that_of_transformers(one: One) -> None:
 
 
 def test_explain_names_the_states_and_what_computes_them(one: One) -> None:
-    kind = "short convolutions" if isinstance(one.rules[0], ConvRule) else "Mamba-2"
+    kinds = {
+        **{ConvRule: "short convolutions", MambaRule: "Mamba-2", SelectiveRule: "Mamba-1"},
+        DeltaRule: "Kimi delta attention",
+    }
+    kind = kinds[type(one.rules[0])]
     assert f"states     2 layers with {kind}: torch, token by token" in one.gen.explain()
     modules = SimpleNamespace(target=one.engine.modules.target, ops=SimpleNamespace(name="triton"))
     engine: Any = SimpleNamespace(modules=modules)

@@ -51,6 +51,10 @@ _FACTORS = {
     **{"attention_in_multiplier": 0.9, "attention_out_multiplier": 0.7, "ssm_in_multiplier": 1.2},
     **{"ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7]},
 }
+_LATENT = {
+    **{"num_key_value_heads": 4, "kv_lora_rank": 24, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    **{"num_experts": 6, "num_experts_per_token": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5},
+}
 # models with other states: class of transformers without ForCausalLM, and fields besides SMALL
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("Lfm2", {**_CONV, "conv_L_cache": 3, "block_multiple_of": 16}),
@@ -97,6 +101,35 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"ssm_state_size": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16},
             **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_latent_size": 40},
             **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
+        },
+    ),
+    "jamba": (
+        "Jamba",
+        {
+            **{
+                "attn_layer_period": 3,
+                "attn_layer_offset": 1,
+                "mamba_d_state": 6,
+                "mamba_d_conv": 3,
+                "mamba_dt_rank": 5,
+            },
+            **{"num_experts": 6, "num_experts_per_tok": 2, "mamba_proj_bias": True},
+        },
+    ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            **_LATENT,
+            **{"layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_expert_group": 1},
+            **{"linear_num_heads": 2, "linear_head_dim": 16, "first_k_dense_replace": 1, "topk_group": 1},
+        },
+    ),
+    "ling": (
+        "BailingHybrid",
+        {
+            **_LATENT,
+            **{"layer_group_size": 2, "head_dim": 16, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+            **{"n_group": 2, "topk_group": 1, "q_lora_rank": 24, "short_conv_kernel_size": 3},
         },
     ),
 }
@@ -177,7 +210,7 @@ def decoder(
     **options: Any,
 ) -> Decoder:
     """Our decoder of some rows with room for 64 positions each."""
-    device, heads = torch.device("cpu"), (spec.num_kv_heads, spec.head_dim)
+    device, heads = torch.device("cpu"), spec.attention_shapes[0][1:]
     dtype = weights.norm.dtype
     states = StateCache.allocate(spec.state_rules, rows, drafts, dtype=dtype, device=device)
     cache = PagedKVCache.allocate(

@@ -24,7 +24,7 @@ from fastspec.kernels.product.rank_sums import sum_ranks_permuted
 from fastspec.kernels.product.split_k import Parts
 from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
-from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
+from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, selective_conv, selective_scan, short_conv
 from fastspec.kernels.reference.linear import PartKeys
 from fastspec.kernels.reference.lookup import LookUp, Predictions
 from fastspec.kernels.reference.recurrent import KeptState
@@ -41,7 +41,7 @@ from fastspec.kernels.sampling.processed import processed_logits
 from fastspec.kernels.sampling.publish import publish
 from fastspec.kernels.sampling.sampled_commit import sampled_commit
 from fastspec.proposers.texts import TextIndex, rungs_between
-from fastspec.shapes import ConvRule, DeltaRule, MambaRule
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 from fastspec.state import DecodeState
 from tests.helpers.product_launches import packed
 from tests.helpers.recorder import BF16, F32, I64, META, Calls, on_meta
@@ -222,22 +222,32 @@ def _sampled(vocab: int, batch: int, rule: str, deterministic: bool, recorded: b
 
 
 def recurrent(arch: int) -> Calls:
-    """Layers of Qwen3.5's sizes, and one of unequal keys and values, no powers of two; steps, and a prompt."""
-    for rule in (DeltaRule(16, 32, 128, 128, 4), DeltaRule(4, 8, 96, 40, 4)):
+    """Layers of Qwen3.5's sizes, of Kimi-Linear's, and of keys and values that are no powers of two; also prompts."""
+    unequal, of_channels = DeltaRule(4, 8, 96, 40, 4), DeltaRule(32, 32, 128, 128, 4, by_channel=True, gate="sigmoid")
+    for rule in (DeltaRule(16, 32, 128, 128, 4), unequal, of_channels, of_channels._replace(floor=-5.0)):
         for dtype in (BF16, F32):
+            if rule.floor and dtype is F32:
+                continue
             plain = ((1, 1),) if rule.key_dim == 128 else ()
             for rows, tokens in (*plain, (BATCH, 5), (1, 64)):
-                yield f"delta {rule.key_dim} {dtype} {tokens}", partial(_delta, rule, dtype, rows, tokens)
+                name = f"delta {rule.key_dim} {rule.by_channel} {rule.floor} {dtype} {tokens}"
+                yield name, partial(_delta, rule, dtype, rows, tokens)
             x, gate = on_meta((BATCH, 5, rule.values), dtype), on_meta((BATCH, 5, rule.rows), dtype)
             gamma = on_meta((rule.value_dim,), dtype)
-            yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS)
+            yield f"gated norm {dtype}", partial(gated_norm, x, gate[..., : rule.values], gamma, EPS, rule.gate)
             yield f"gate {dtype}", partial(gated, x, gate[..., : rule.values])
     yield from _states()
 
 
 def _states() -> Calls:
-    """Layers of Nemotron 3 Nano's sizes, of LFM2's, and of no powers of two; steps, and a prompt."""
-    for rule in (MambaRule(64, 64, 8, 128, 4), MambaRule(4, 40, 1, 24, 4, norm="norm_first"), ConvRule(2048, 3)):
+    """Layers of the sizes of Nemotron 3 Nano, LFM2 and Jamba, and of no powers of two; steps, and a prompt."""
+    of_jamba = SelectiveRule(8192, 16, 4, 256)
+    for rule in (
+        of_jamba,
+        MambaRule(64, 64, 8, 128, 4),
+        MambaRule(4, 40, 1, 24, 4, norm="norm_first"),
+        ConvRule(2048, 3),
+    ):
         for dtype in (BF16, F32):
             for rows, tokens in ((BATCH, 5), (1, 64)):
                 yield (
@@ -250,14 +260,16 @@ def _states() -> Calls:
                 yield f"norm {dtype}", partial(mamba_norm, x, gate[..., : rule.values], weight, EPS, rule)
 
 
-def _state_of(rule: MambaRule | ConvRule, dtype: torch.dtype, rows: int, tokens: int) -> object:
+def _state_of(rule: MambaRule | ConvRule | SelectiveRule, dtype: torch.dtype, rows: int, tokens: int) -> object:
     slots, heads = DRAFTS + 1, rule.heads if isinstance(rule, MambaRule) else 0
+    selective = isinstance(rule, SelectiveRule)
+    of_heads = (rule.channels,) if selective else (heads,)
     layer: Any = SimpleNamespace(
         conv=on_meta((rule.channels, 1, rule.width), dtype),
-        conv_bias=on_meta((rule.channels,), dtype) if heads else None,
-        decay=on_meta((heads,), F32),
-        step=on_meta((heads,), F32),
-        skip=on_meta((heads,), F32),
+        conv_bias=on_meta((rule.channels,), dtype) if heads or selective else None,
+        decay=on_meta(rule.state_shape if selective else (heads,), F32),
+        step=on_meta(of_heads, F32),
+        skip=on_meta(of_heads, F32),
     )
     room = on_meta((1,), I64), on_meta(rule.state_shape, F32), on_meta((rule.width, rule.channels), dtype)
     where = (
@@ -270,6 +282,11 @@ def _state_of(rule: MambaRule | ConvRule, dtype: torch.dtype, rows: int, tokens:
     kept, product = KeptState(*room) if tokens > slots else None, on_meta((rows, tokens, rule.rows), dtype)
     if isinstance(rule, MambaRule):
         return mamba(product, layer, *where, rule, kept)
+    if isinstance(rule, SelectiveRule):
+        selective_conv(product, layer, *where, rule, kept)
+        mixed = on_meta((rows, tokens, rule.channels + 2 * rule.state_dim), dtype)
+        steps = on_meta((rows, tokens, rule.channels), dtype)
+        return selective_scan(mixed, steps, layer, where[0], *where[2:], rule, kept)
     return short_conv(product, layer, *where, rule, kept)
 
 
@@ -278,7 +295,7 @@ def _delta(rule: DeltaRule, dtype: torch.dtype, rows: int, tokens: int) -> objec
     layer: Any = SimpleNamespace(
         conv=on_meta((rule.channels, 1, rule.width), dtype),
         decay=on_meta((heads,), F32),
-        step=on_meta((heads,), F32),
+        step=on_meta((rule.decays,), F32),
     )
     state = on_meta((heads, rule.value_dim, rule.key_dim), F32)
     of_prompt = KeptState(on_meta((1,), I64), state, on_meta((rule.width, rule.channels), dtype))

@@ -37,6 +37,8 @@ SPILLS = {
     ("_distribution_kernel", None): 72,
     ("_distribution_kernel", 64): 376,
 }
+# the delta rule with a decay of each element of a key, by kernel and bytes of an element: not timed
+CHANNELS_SPILLS = {("_delta_kernel", 4): 560, ("_scan_kernel", 2): 72}
 # three groups of query rows, heads of 128, norms, and pages of no multiple of 32 keys, each of which is looked up then
 UNEVEN_PAGES_SPILL = 64
 # a softcap, heads of 64, four groups of query rows, on sm_100; 24 on sm_90
@@ -183,6 +185,8 @@ def _spills(report: dict[str, Any]) -> int:
         return NARROW_SPILL
     if kernel == "_decode_kernel" and constants["BLOCK_D"] == 512 and report["element"] == 4:
         return WIDE_HEAD_SPILL
+    if constants.get("DECAY", "head") != "head" and (kernel, report["element"]) in CHANNELS_SPILLS:
+        return CHANNELS_SPILLS[kernel, report["element"]]
     return SPILLS.get((kernel, report["registers"]), 0)
 
 

@@ -12,10 +12,11 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.models.checkpoints.tensor_source import TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import LAYER, LayerWeights, StateWeights, slices_of, tensor_shapes
+from fastspec.models.layer_table import LAYER, LatentWeights, LayerWeights, StateWeights, slices_of, tensor_shapes
 from tests.helpers import families, hybrid
 
-PARTS = {"state": StateWeights, "experts": ExpertWeights}
+KDA = ("kimi_linear", "ling")
+PARTS = {"state": StateWeights, "latent": LatentWeights, "experts": ExpertWeights}
 NOT_STORED = {"experts.joined"}  # says how the others are stored
 
 
@@ -42,7 +43,7 @@ def _spec(name: str) -> ModelSpec:
     return spec_from_config((families if name in families.FAMILIES else hybrid).config_of(name))
 
 
-@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS, "lfm2_moe", "lfm3", "granite4", "bamba"])
+@pytest.mark.parametrize("name", [*families.FAMILIES, *hybrid.KINDS, "lfm2_moe", "lfm3", "granite4", "bamba", *KDA])
 def test_ranks_read_every_row_and_column_once(name: str) -> None:
     spec = _spec(name)
     assert divides(spec, 2)

@@ -2,6 +2,9 @@
 
     for each token:   S <- e^g S;   S <- S + beta (v - S k) k^T;   out = S q        (Gated DeltaNet, arXiv 2412.06464)
 
+DECAY says what g is: "head": a number of each head. "channel": one of each element of a key, so it scales the columns
+of S (Kimi delta attention, arXiv 2510.26692). "bounded": the same with a lower limit.
+
 A CTA computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after each
 token. The number of tokens is a runtime argument; its upper limit is a constant (TOKENS). Steps of one token have a
 kernel of their own. With few rows, a CTA has a smaller part of the state.
@@ -28,9 +31,10 @@ from fastspec.kernels.recurrent.parts import (
     StateSlots,
     Weights,
     advanced,
+    betas,
     convs,
     convs_ahead,
-    gates,
+    decays,
     row_of,
     span,
     units,
@@ -53,10 +57,12 @@ def _delta_kernel(
     weights,  # Weights
     slots,  # StateSlots
     out_ptr,
+    floor,
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     DIMS: tl.constexpr,  # sizes of a key and of a value
+    DECAY: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
     TOKENS: tl.constexpr,  # a power of two, at least num_tokens
@@ -70,7 +76,8 @@ def _delta_kernel(
     VALUE_DIM: tl.constexpr = DIMS[1]
     KEYS: tl.constexpr = triton.next_power_of_2(KEY_DIM)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
+    DECAYS: tl.constexpr = VALUE_HEADS if DECAY == "head" else KEY_HEADS * KEY_DIM
+    ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + VALUE_HEADS + DECAYS
     SERVED: tl.constexpr = VALUE_HEADS // KEY_HEADS
     PLACES: tl.constexpr = SLOTS + WIDTH - 1
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -91,8 +98,11 @@ def _delta_kernel(
     known = whole & (start > 0) & (count > 0)
     state = tl.load(states_ptr + slot * (VALUE_HEADS * VALUE_DIM * KEY_DIM) + within, mask=known, other=0.0)
     rate = tl.exp(tl.load(weights.decay + head))
-    more = tl.load(weights.step + head)
     q_channel = key_head * KEY_DIM + key
+    if DECAY == "head":
+        more = tl.load(weights.step + head)
+    else:
+        more = tl.load(weights.step + q_channel, mask=has_key, other=0.0)
     k_channel = KEY_HEADS * KEY_DIM + q_channel
     v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
     token = tl.arange(0, TOKENS)
@@ -107,7 +117,11 @@ def _delta_kernel(
         )
     if PDL:
         gdc_wait()  # the previous kernel computes the product; states and older inputs come from earlier passes
+    a_ptr = product_ptr + token * ROWS + (ROWS - DECAYS)
     # all tokens at once, so that their loads overlap
+    if DECAY != "head":
+        counts = mine[:, None] & has_key[None, :]
+        a = tl.load(a_ptr[:, None] + q_channel[None, :], mask=counts, other=0.0)  # [TOKENS, KEYS]
     q, q_in = convs(
         product_ptr, inputs_ptr, weights.conv, q_channel, has_key, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
         q_ahead,
@@ -120,8 +134,10 @@ def _delta_kernel(
         product_ptr, inputs_ptr, weights.conv, v_channel, has_value, token, mine, start, ROWS, CHANNELS, WIDTH, PLACES,
         v_ahead,
     )  # fmt: skip
-    beta, softplus = gates(product_ptr + token * ROWS + (ROWS - 2 * VALUE_HEADS) + head, more, mine, VALUE_HEADS)
-    decay = tl.exp(-rate * softplus)
+    beta = betas(a_ptr - VALUE_HEADS + head, mine)
+    if DECAY == "head":
+        a = tl.load(a_ptr + head, mask=mine, other=0.0)  # [TOKENS]
+        decay = tl.exp(decays(a, rate, more, floor, DECAY))
     q, k = units(q) * KEY_DIM**-0.5, units(k)  # [TOKENS, KEYS]
     kept = inputs_ptr + ((start + token) % PLACES * CHANNELS)[:, None]
     keeps_qk = mine[:, None] & (has_key & (head % SERVED == 0) & (tile == 0))[None, :]
@@ -131,7 +147,12 @@ def _delta_kernel(
     for t in range(0, count):
         one = token == t
         q_t, k_t, v_t = row_of(q, one), row_of(k, one), row_of(v, one)
-        decay_t, beta_t = tl.sum(tl.where(one, decay, 0.0), axis=0), tl.sum(tl.where(one, beta, 0.0), axis=0)
+        beta_t = tl.sum(tl.where(one, beta, 0.0), axis=0)
+        if DECAY == "head":
+            decay_t = tl.sum(tl.where(one, decay, 0.0), axis=0)
+        else:
+            # token by token: registers do not suffice for decays of all
+            decay_t = tl.exp(decays(row_of(a.to(tl.float32), one), rate, more, floor, DECAY))[None, :]
         state, out = advanced(state, q_t, k_t, v_t, decay_t, beta_t)
         out = out.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + (first + t) * (VALUE_HEADS * VALUE_DIM) + value, out, mask=has_value)
@@ -154,8 +175,10 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
         weights,
         slots,
         out,
+        rule.floor,
         tokens,
         **sizes_of(rule),
+        DECAY=decay_of(rule),
         WIDTH=rule.width,
         SLOTS=slots.states.shape[1],
         TOKENS=room_of(rule, tokens, slots.states.shape[1]),
@@ -176,6 +199,13 @@ def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
 def block_of(rule: DeltaRule, tile: int) -> int:
     """Returns how many values of a head one CTA computes, so that its part of the state has `tile` elements."""
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
+
+
+def decay_of(rule: DeltaRule) -> str:
+    """Returns the kernels' constexpr DECAY."""
+    if not rule.by_channel:
+        return "head"
+    return "bounded" if rule.floor else "channel"
 
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:

@@ -4,7 +4,8 @@
 |-----------------------|----------------------------------------------------|---------------------------------------|
 | product               | [B, Q, rule.rows] bf16, fp16 or fp32               | contiguous                            |
 | conv                  | [channels, 1, width], product's dtype              | contiguous                            |
-| decay, step           | fp32 [value_heads]                                 | contiguous                            |
+| decay                 | fp32 [value_heads]                                 | contiguous                            |
+| step                  | fp32 [rule.decays]                                 | contiguous                            |
 | states                | fp32 [rows, slots, value_heads, value_dim, key_dim]| contiguous; written                   |
 | inputs                | [rows, slots + width - 1, channels], product's     | contiguous; written                   |
 | state_rows            | int64 [B]                                          | contiguous, all different             |
@@ -92,7 +93,7 @@ def _check(
     check("product", product, (batch, tokens, rule.rows))
     check("conv", layer.conv, (rule.channels, 1, rule.width), dtype)
     check("decay", layer.decay, (rule.value_heads,), torch.float32)
-    check("step", layer.step, (rule.value_heads,), torch.float32)
+    check("step", layer.step, (rule.decays,), torch.float32)
     check("states", states, (rows, slots, rule.value_heads, rule.value_dim, rule.key_dim), torch.float32)
     check("inputs", inputs, (rows, slots + rule.tail, rule.channels), dtype)
     check("state_rows", state_rows, (batch,), torch.int64)

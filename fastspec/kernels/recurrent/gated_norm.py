@@ -1,6 +1,6 @@
 """Gated norm after a recurrent layer, and gate after attention, in one launch each.
 
-    gated_norm:  rmsnorm(x) weight silu(gate)      gated:  x sigmoid(gate)
+    gated_norm:  rmsnorm(x) weight silu(gate), or sigmoid(gate)      gated:  x sigmoid(gate)
 
 | argument | shape, dtype                         | notes                                             |
 |----------|--------------------------------------|---------------------------------------------------|
@@ -12,6 +12,8 @@ One CTA computes some heads of one token, so a row's bits do not depend on other
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 import triton
@@ -37,6 +39,7 @@ def _gated_norm_kernel(
     DIM: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
+    SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Computes GROUP heads of one token. The grid is (token, group of heads)."""
@@ -53,8 +56,11 @@ def _gated_norm_kernel(
     x = tl.load(x_ptr + token * (HEADS * DIM) + within, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + token * gate_stride + within, mask=inside, other=0.0).to(tl.float32)
     normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) / DIM + eps))[:, None]
-    normed = (normed.to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
-    out = normed * (gate * (1.0 / (1.0 + tl.exp(-gate))))
+    opened = 1.0 / (1.0 + tl.exp(-gate))
+    if SIGMOID:
+        out = weight[None, :] * normed * opened
+    else:
+        out = (normed.to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32) * (gate * opened)
     tl.store(out_ptr + token * (HEADS * DIM) + within, out.to(dtype), mask=inside)
 
 
@@ -89,7 +95,9 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
     return out
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Literal["silu", "sigmoid"] = "silu"
+) -> Tensor:
     """Computes `Ops.gated_norm` with a Triton kernel.
 
     Raises:
@@ -115,6 +123,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         DIM=dim,
         GROUP=group,
         BLOCK=block,
+        SIGMOID=activation == "sigmoid",
         num_warps=4,
         enable_fp_fusion=False,
     )

@@ -135,15 +135,21 @@ def convs(
 
 
 @triton.jit
-def gates(b_ptr, more, there, VALUE_HEADS: tl.constexpr):
-    """Loads b and a of some tokens and one head.
-
-    Returns fp32 beta = sigmoid(b), and softplus(a + step), from which the decay is computed.
-    """
+def betas(b_ptr, there):
+    """Loads b of some tokens and one head. Returns fp32 sigmoid(b)."""
     b = tl.load(b_ptr, mask=there, other=0.0)
-    a = tl.load(b_ptr + VALUE_HEADS, mask=there, other=0.0).to(tl.float32) + more
-    beta = sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
-    return beta, tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
+
+
+@triton.jit
+def decays(a, rate, more, floor, DECAY: tl.constexpr):
+    """Computes the logarithm of the decay in fp32 from a, with the shape of a."""
+    a = a.to(tl.float32) + more
+    if DECAY == "bounded":
+        log = floor * sigmoid(rate * a)
+    else:
+        log = -rate * tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+    return log
 
 
 @triton.jit
@@ -160,7 +166,10 @@ def row_of(x, one):
 
 @triton.jit
 def advanced(state, q, k, v, decay, beta):
-    """Advances the state [values, keys] by one token. Returns (new state, output [values] of that token)."""
+    """Advances the state [values, keys] by one token. Returns (new state, output [values] of that token).
+
+    decay is one number, or [1, keys].
+    """
     state = state * decay
     delta = (v - tl.sum(state * k[None, :], axis=1)) * beta
     state = state + delta[:, None] * k[None, :]

@@ -19,6 +19,9 @@ With A_ti = beta_t e^(g_t - g_i) (k_t . k_i) below the diagonal, that is
     out = e^g q S^T + P u       P_ti = e^(g_t - g_i) (q_t . k_i) for i <= t
     S'  = e^g_last S + sum over i of e^(g_last - g_i) u_i k_i^T
 
+With a decay of each element of a key (`decay_of`), g_t is a vector that scales the elements of keys, so e^(g_t - g_i)
+stands within the sums k_t . k_i and q_t . k_i. They are computed column by column: no power is above 1.
+
 Chunks are on a grid of positions from 0 on, so a pass may have parts of its first and last chunk:
 
     positions   | 0 .. C-1 | C .. 2C-1 | 2C .. 3C-1 | ...
@@ -37,8 +40,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fastspec.kernels.common.launch import launch
-from fastspec.kernels.recurrent.delta import sizes_of
-from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, Weights, convs, gates, span, units
+from fastspec.kernels.recurrent.delta import decay_of, sizes_of
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, Weights, betas, convs, decays, row_of, span, units
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import DeltaRule, StateRule
 
@@ -50,7 +53,7 @@ class Prepared(NamedTuple):
         q, k: [B, Q, key_heads, key_dim].
         v: [B, Q, values].
         beta: [B, Q, value_heads].
-        decay: [B, Q, value_heads], the logarithm.
+        decay: [B, Q, value_heads], or [B, Q, value_heads, key_dim] with a decay of each element; the logarithm.
     """
 
     q: Any
@@ -67,7 +70,8 @@ class Chunks(NamedTuple):
         erased: W, [B, chunks, value_heads, C, key_dim].
         written: U, [B, chunks, value_heads, C, value_dim].
         scores: P, [B, chunks, value_heads, C, C].
-        decay: g, [B, chunks, value_heads, C].
+        decay: g, [B, chunks, value_heads, C]. With a decay of each element only g_last, [B, chunks, value_heads,
+            key_dim]; q and k of `Prepared` are then multiplied by e^g and by e^(g_last - g).
     """
 
     erased: Any
@@ -106,6 +110,24 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     return whole
 
 
+@triton.jit
+def _faded(q, k, decay, CHUNK: tl.constexpr):
+    """Computes sums over elements of q_t k_i e^(g_t - g_i) and of k_t k_i e^(g_t - g_i), each [CHUNK, CHUNK].
+
+    All arguments are [CHUNK, KEYS]. Results are for t >= i.
+    """
+    line = tl.arange(0, CHUNK)
+    scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    inner = tl.zeros([CHUNK, CHUNK], tl.float32)
+    for i in range(0, CHUNK):
+        one = line == i
+        k_i, decay_i = row_of(k, one)[None, :], row_of(decay, one)[None, :]
+        faded = k_i * tl.exp(tl.where((line >= i)[:, None], decay - decay_i, 0.0))
+        scores = tl.where(one[None, :], tl.sum(q * faded, axis=1)[:, None], scores)
+        inner = tl.where(one[None, :], tl.sum(k * faded, axis=1)[:, None], inner)
+    return scores, inner
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def solve_kernel(
     slots,  # StateSlots
@@ -115,6 +137,7 @@ def solve_kernel(
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
+    DECAY: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -136,15 +159,28 @@ def solve_kernel(
         has_key = there[:, None] & (key < KEY_DIM)[None, :]
         k = tl.load(ready.k + of_key, mask=has_key, other=0.0)  # [CHUNK, keys]
         beta = tl.load(ready.beta + at * VALUE_HEADS + head, mask=there, other=0.0)
-        decay = tl.cumsum(tl.load(ready.decay + at * VALUE_HEADS + head, mask=there, other=0.0), axis=0)
         before = line[:, None] > line[None, :]
-        ratio = tl.exp(tl.where(before, decay[:, None] - decay[None, :], 0.0))
-        inner = tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [CHUNK, CHUNK]
-        solved = _inverse(tl.where(before, beta[:, None] * ratio * inner, 0.0), CHUNK, PRECISION)
         place = (row * tl.num_programs(0) + piece) * VALUE_HEADS + head
-        tl.store(chunks.decay + place * CHUNK + line, decay)
-        weighted = tl.dot(solved, (beta * tl.exp(decay))[:, None] * k, input_precision=PRECISION)
         to_key = (place * CHUNK + line)[:, None] * KEY_DIM + key[None, :]
+        if DECAY == "head":
+            decay = tl.cumsum(tl.load(ready.decay + at * VALUE_HEADS + head, mask=there, other=0.0), axis=0)
+            tl.store(chunks.decay + place * CHUNK + line, decay)
+            ratio = tl.exp(tl.where(before, decay[:, None] - decay[None, :], 0.0))
+            inner = beta[:, None] * ratio * tl.dot(k, tl.trans(k), input_precision=PRECISION)  # [CHUNK, CHUNK]
+            keyed = (beta * tl.exp(decay))[:, None] * k
+        else:
+            q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
+            decay = tl.cumsum(tl.load(ready.decay + of_key, mask=has_key, other=0.0), axis=0)  # [CHUNK, keys]
+            last = row_of(decay, line == CHUNK - 1)
+            tl.store(chunks.decay + place * KEY_DIM + key, last, mask=key < KEY_DIM)
+            # no other program reads these; the scan has no registers for decays of all elements
+            tl.store(ready.q + of_key, q * tl.exp(decay), mask=has_key)
+            tl.store(ready.k + of_key, k * tl.exp(last[None, :] - decay), mask=has_key)
+            scores, inner = _faded(q, k, decay, CHUNK)
+            inner = beta[:, None] * inner
+            keyed = beta[:, None] * tl.exp(decay) * k
+        solved = _inverse(tl.where(before, inner, 0.0), CHUNK, PRECISION)
+        weighted = tl.dot(solved, keyed, input_precision=PRECISION)
         tl.store(chunks.erased + to_key, weighted, mask=(key < KEY_DIM)[None, :])
         has_value = (value < VALUE_DIM)[None, :]
         of_value = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
@@ -153,10 +189,10 @@ def solve_kernel(
         tl.store(
             chunks.written + to_value, tl.dot(solved, beta[:, None] * v, input_precision=PRECISION), mask=has_value
         )
-        q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
-        scores = tl.where(
-            line[:, None] >= line[None, :], ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION), 0.0
-        )
+        if DECAY == "head":
+            q = tl.load(ready.q + of_key, mask=has_key, other=0.0)
+            scores = ratio * tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        scores = tl.where(line[:, None] >= line[None, :], scores, 0.0)
         tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
 
 
@@ -193,10 +229,12 @@ def _prepare_kernel(
     weights,  # Weights
     slots,  # StateSlots
     ready,  # Prepared
+    floor,
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     DIMS: tl.constexpr,  # sizes of a key and of a value
+    DECAY: tl.constexpr,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -205,7 +243,8 @@ def _prepare_kernel(
     KEY_DIM: tl.constexpr = DIMS[0]
     VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
-    ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + 2 * VALUE_HEADS
+    DECAYS: tl.constexpr = VALUE_HEADS if DECAY == "head" else KEY_HEADS * KEY_DIM
+    ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + VALUE_HEADS + DECAYS
     row, head = tl.program_id(1).to(tl.int64), tl.program_id(2)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)  # counted from the first token that is not masked
@@ -238,10 +277,21 @@ def _prepare_kernel(
             )
             to_value = ((to * VALUE_HEADS + own) * VALUE_DIM)[:, None] + value[None, :]
             tl.store(ready.v + to_value, v, mask=there[:, None] & has_value[None, :])
-            rate, more = tl.exp(tl.load(weights.decay + own)), tl.load(weights.step + own)
-            beta, softplus = gates(at + token * ROWS + (ROWS - 2 * VALUE_HEADS) + own, more, there, VALUE_HEADS)
-            tl.store(ready.beta + to * VALUE_HEADS + own, beta, mask=there)
-            tl.store(ready.decay + to * VALUE_HEADS + own, -rate * softplus, mask=there)
+            rate = tl.exp(tl.load(weights.decay + own))
+            a_ptr = at + token * ROWS + (ROWS - DECAYS)
+            tl.store(ready.beta + to * VALUE_HEADS + own, betas(a_ptr - VALUE_HEADS + own, there), mask=there)
+            if DECAY == "head":
+                a = tl.load(a_ptr + own, mask=there, other=0.0)
+                decay = decays(a, rate, tl.load(weights.step + own), floor, DECAY)
+                tl.store(ready.decay + to * VALUE_HEADS + own, decay, mask=there)
+            else:
+                element = tl.arange(0, triton.next_power_of_2(KEY_DIM))
+                of_a, wanted = own * KEY_DIM + element, there[:, None] & (element < KEY_DIM)[None, :]
+                step = tl.load(weights.step + of_a, mask=element < KEY_DIM, other=0.0)[None, :]
+                a = tl.load(a_ptr[:, None] + of_a[None, :], mask=wanted, other=0.0)
+                faded = decays(a, rate, step, floor, DECAY)
+                to_decay = ((to * VALUE_HEADS + own) * KEY_DIM)[:, None] + element[None, :]
+                tl.store(ready.decay + to_decay, faded, mask=wanted)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_pieces"])
@@ -256,6 +306,7 @@ def _scan_kernel(
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
+    DECAY: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -290,20 +341,27 @@ def _scan_kernel(
         of_key = ((at * KEY_HEADS + key_head) * KEY_DIM)[:, None] + key[None, :]
         place = (row * num_pieces + piece) * VALUE_HEADS + head
         lines = place * CHUNK + line
-        decay = tl.load(chunks.decay + lines)
-        last = tl.load(chunks.decay + place * CHUNK + CHUNK - 1)
+        if DECAY == "head":
+            decay = tl.load(chunks.decay + lines)
+            last = tl.load(chunks.decay + place * CHUNK + CHUNK - 1)
+            faded = tl.exp(last)
+        else:
+            faded = tl.exp(tl.load(chunks.decay + place * KEY_DIM + key, mask=has_key, other=0.0))[:, None]
         weighted = tl.load(chunks.erased + lines[:, None] * KEY_DIM + key[None, :], mask=has_key[None, :], other=0.0)
         new = tl.load(chunks.written + lines[:, None] * VALUE_DIM + value[None, :], mask=has_value[None, :], other=0.0)
         new -= tl.dot(weighted, state, input_precision=PRECISION)  # u = U - W S^T, [CHUNK, BLOCK]
         q = tl.load(ready.q + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
         scores = tl.load(chunks.scores + lines[:, None] * CHUNK + line[None, :])
-        out = tl.dot(q * tl.exp(decay)[:, None], state, input_precision=PRECISION)  # [CHUNK, BLOCK]
+        if DECAY == "head":
+            q = q * tl.exp(decay)[:, None]
+        out = tl.dot(q, state, input_precision=PRECISION)  # [CHUNK, BLOCK]
         out += tl.dot(scores, new, input_precision=PRECISION)
         of_out = ((at * VALUE_HEADS + head) * VALUE_DIM)[:, None] + value[None, :]
         tl.store(out_ptr + of_out, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & has_value[None, :])
         k = tl.load(ready.k + of_key, mask=there[:, None] & has_key[None, :], other=0.0)
-        k = k * tl.exp(last - decay)[:, None]
-        state = state * tl.exp(last) + tl.dot(tl.trans(k), new, input_precision=PRECISION)
+        if DECAY == "head":
+            k = k * tl.exp(last - decay)[:, None]
+        state = state * faded + tl.dot(tl.trans(k), new, input_precision=PRECISION)
         if KEEPS:
             ended = start + begin + (piece + 1) * CHUNK
             reached = (ended == keep_at) & (ended <= start + count)
@@ -365,13 +423,14 @@ def prompt_rule(
     Q is larger than the number of slots.
     """
     batch, tokens, _ = product.shape
-    places, sizes = slots.inputs.shape[1], sizes_of(rule)
+    places, sizes = slots.inputs.shape[1], {**sizes_of(rule), "DECAY": decay_of(rule)}
 
     def room(*shape: int) -> Tensor:
         return torch.empty(batch, tokens, *shape, dtype=torch.float32, device=product.device)
 
     of_keys, gate = (rule.key_heads, rule.key_dim), (rule.value_heads,)
-    ready = Prepared(room(*of_keys), room(*of_keys), room(rule.values), room(*gate), room(*gate))
+    of_decays = (rule.value_heads, rule.key_dim) if rule.by_channel else gate
+    ready = Prepared(room(*of_keys), room(*of_keys), room(rule.values), room(*gate), room(*of_decays))
     launch(
         _prepare_kernel,
         (triton.cdiv(tokens, _PREPARED), batch, rule.key_heads + rule.value_heads),
@@ -379,6 +438,7 @@ def prompt_rule(
         weights,
         slots,
         ready,
+        rule.floor,
         tokens,
         **sizes,
         WIDTH=rule.width,
@@ -395,7 +455,10 @@ def prompt_rule(
     def of_chunk(*shape: int) -> Tensor:
         return torch.empty(batch, pieces, rule.value_heads, chunk, *shape, dtype=torch.float32, device=product.device)
 
-    chunks = Chunks(of_chunk(rule.key_dim), of_chunk(rule.value_dim), of_chunk(chunk), of_chunk())
+    decay = of_chunk()
+    if rule.by_channel:
+        decay = decay.new_empty(batch, pieces, rule.value_heads, rule.key_dim)
+    chunks = Chunks(of_chunk(rule.key_dim), of_chunk(rule.value_dim), of_chunk(chunk), decay)
     launch(
         solve_kernel,
         (pieces, rule.value_heads, batch),

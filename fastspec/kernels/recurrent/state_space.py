@@ -1,18 +1,19 @@
-"""Kernels of Mamba-2 and of the gated short convolution; `reference.state_space` defines both.
+"""Kernels of Mamba-1, Mamba-2 and the gated short convolution; `reference.state_space` defines them.
 
 | argument              | shape, dtype                                          | notes                              |
 |-----------------------|-------------------------------------------------------|------------------------------------|
 | product               | [B, Q, rule.rows] bf16, fp16 or fp32                  | contiguous                         |
 | conv, conv_bias       | [channels, 1, width] and [channels], product's dtype  | contiguous                         |
-| decay, step, skip     | fp32 [heads]                                          | contiguous                         |
+| decay, step, skip     | fp32 [heads]; of Mamba-1 [channels, state_dim] and twice [channels] | contiguous           |
 | states                | fp32 [rows, slots, *rule.state_shape]                 | contiguous; written                |
 | inputs                | [rows, slots + width - 1, channels], product's        | contiguous; written                |
 | state_rows            | int64 [B]                                             | contiguous, all different          |
 | positions, write_mask | int64 and bool [B, Q]                                 | contiguous                         |
 
 1. `_conv_kernel` computes the convolution with what stands before and behind it. In a step it also stores the inputs.
-2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row. It keeps its part of the state in registers, and
-   goes through the tokens of the pass. It loads each while it computes the one before.
+2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row; all channels of Mamba-1 are one head. It keeps its
+   part of the state in registers, and goes through the tokens of the pass. It loads each while it computes the one
+   before.
 3. `_keep_kernel` of prompt.py stores the inputs of a prompt's last tokens.
 
 Row invariance: steps and prompts run the same machine code of 1 and 2, so a token's bits are the same in both.
@@ -20,7 +21,9 @@ Row invariance: steps and prompts run the same machine code of 1 and 2, so a tok
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -34,8 +37,9 @@ from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, span
 from fastspec.kernels.recurrent.prompt import store_inputs
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.state_space import StateParts
-from fastspec.shapes import ConvRule, MambaRule
+from fastspec.shapes import ConvRule, MambaRule, SelectiveRule
 
+SpaceRule: TypeAlias = ConvRule | MambaRule | SelectiveRule
 MAX_STATE_DIM, MAX_GROUP = 256, 2**15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENS, _CHANNELS = 16, 64  # of a CTA of `_conv_kernel`
@@ -51,7 +55,7 @@ class ConvWeights(NamedTuple):
 
 
 class ScanWeights(NamedTuple):
-    """Weights of Mamba-2, each fp32 [heads]."""
+    """Weights of Mamba-1 or Mamba-2, see the table above."""
 
     decay: Any
     step: Any
@@ -170,16 +174,20 @@ def _mamba_kernel(
     HEAD_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
     STATE_DIM: tl.constexpr,
+    SELECTIVE: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Advances BLOCK rows of the state of one head. The grid is (row, head, block of rows of its state)."""
+    """Advances BLOCK rows of the state of one head. The grid is (row, head, block of rows of its state).
+
+    SELECTIVE: every row of the state has steps and decays of its own. `product_ptr` then points to the steps alone.
+    """
     if PDL:
         gdc_launch_dependents()
     VALUES: tl.constexpr = HEADS * HEAD_DIM
     CHANNELS: tl.constexpr = VALUES + 2 * GROUPS * STATE_DIM
-    ROWS: tl.constexpr = VALUES + CHANNELS + HEADS
+    ROWS: tl.constexpr = VALUES if SELECTIVE else VALUES + CHANNELS + HEADS
     SIZE: tl.constexpr = HEAD_DIM * STATE_DIM
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     value, key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(STATE_DIM))
@@ -191,19 +199,27 @@ def _mamba_kernel(
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     known = whole & (start > 0) & (count > 0)
     state = tl.load(states_ptr + (start + SLOTS - 1) % SLOTS * (HEADS * SIZE) + within, mask=known, other=0.0)
-    rate, more = tl.exp(tl.load(weights.decay + head)), tl.load(weights.step + head)
-    skip = tl.load(weights.skip + head)
+    if SELECTIVE:
+        rate = tl.exp(tl.load(weights.decay + within, mask=whole, other=0.0))
+        step_at, has_step = value, has_value
+    else:
+        rate = tl.exp(tl.load(weights.decay + head))
+        step_at, has_step = head, head >= 0
+    more = tl.load(weights.step + step_at, mask=has_step, other=0.0)
+    skip = tl.load(weights.skip + step_at, mask=has_step, other=0.0)
     keep_at = tl.load(kept.at)
     of_group = VALUES + head // (HEADS // GROUPS) * STATE_DIM + key
     if PDL:
         gdc_wait()
     mixed_ptr += (row * num_tokens + first) * CHANNELS
-    product_ptr += (row * num_tokens + first) * ROWS + (ROWS - HEADS) + head
+    step_ptr = product_ptr + (row * num_tokens + first) * ROWS + step_at
+    if not SELECTIVE:
+        step_ptr += ROWS - HEADS
     x_at, c_at = head * HEAD_DIM + value, of_group + GROUPS * STATE_DIM
     x_next = tl.load(mixed_ptr + x_at, mask=has_value & (count > 0), other=0.0)
     b_next = tl.load(mixed_ptr + of_group, mask=has_key & (count > 0), other=0.0)
     c_next = tl.load(mixed_ptr + c_at, mask=has_key & (count > 0), other=0.0)
-    step_next = tl.load(product_ptr, mask=count > 0, other=0.0)
+    step_next = tl.load(step_ptr, mask=has_step & (count > 0), other=0.0)
     for t in range(0, count):
         x, b, c = x_next.to(tl.float32), b_next.to(tl.float32), c_next.to(tl.float32)
         step = _softplus(step_next.to(tl.float32) + more)
@@ -212,9 +228,10 @@ def _mamba_kernel(
         x_next = tl.load(mixed_ptr + after * CHANNELS + x_at, mask=has_value & follows, other=0.0)
         b_next = tl.load(mixed_ptr + after * CHANNELS + of_group, mask=has_key & follows, other=0.0)
         c_next = tl.load(mixed_ptr + after * CHANNELS + c_at, mask=has_key & follows, other=0.0)
-        step_next = tl.load(product_ptr + after * ROWS, mask=follows, other=0.0)
+        step_next = tl.load(step_ptr + after * ROWS, mask=has_step & follows, other=0.0)
         step = tl.minimum(tl.maximum(step, limits.least), limits.highest)
-        state = state * tl.exp(-rate * step) + (step * x)[:, None] * b[None, :]
+        faded = tl.exp(-rate * step[:, None]) if SELECTIVE else tl.exp(-rate * step)
+        state = state * faded + (step * x)[:, None] * b[None, :]
         out = tl.sum(state * c[None, :], axis=1) + skip * x
         to = out_ptr + (row * num_tokens + first + t) * VALUES + head * HEAD_DIM + value
         tl.store(to, out.to(out_ptr.dtype.element_ty), mask=has_value)
@@ -305,30 +322,103 @@ def mamba(
     """
     slots = StateSlots(states, inputs, state_rows, positions, write_mask)
     _check(product, layer, slots, rule, kept)
-    weights = ScanWeights(*(_of_heads(name, getattr(layer, name), rule.heads) for name in ScanWeights._fields))
+    shapes = dict.fromkeys(ScanWeights._fields, (rule.heads,))
     mixed = _convolved(product, layer, slots, rule, kept)
+    return _scanned(mixed, product, _scan_weights(layer, shapes), slots, rule, kept)
+
+
+def selective_conv(
+    product: Tensor,
+    layer: StateParts,
+    states: Tensor,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: SelectiveRule,
+    kept: KeptState | None = None,
+) -> Tensor:
+    """Computes `Ops.selective_conv` with Triton kernels. The output of masked tokens is zero.
+
+    Raises:
+        ValueError: a shape, dtype or layout other than in the table above.
+    """
+    slots = StateSlots(states, inputs, state_rows, positions, write_mask)
+    _check(product, layer, slots, rule, kept)
+    return _convolved(product, layer, slots, rule, kept)
+
+
+def selective_scan(
+    mixed: Tensor,
+    steps: Tensor,
+    layer: StateParts,
+    states: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: SelectiveRule,
+    kept: KeptState | None = None,
+) -> Tensor:
+    """Computes `Ops.selective_scan` with a Triton kernel, after `selective_conv` of the same pass.
+
+    Args:
+        mixed: [B, Q, channels + 2 * state_dim] bf16, fp16 or fp32, contiguous.
+        steps: [B, Q, channels], mixed's dtype, contiguous.
+        layer, states, state_rows, positions, write_mask, rule, kept: see the table above.
+
+    Raises:
+        ValueError: a shape, dtype or layout other than these.
+    """
     batch, tokens = positions.shape
+    if mixed.dtype not in _DTYPES or rule.state_dim > MAX_STATE_DIM:
+        raise ValueError(f"mixed is {told(mixed)} for {rule}; wanted bf16, fp16 or fp32, and state_dim up to 256")
+    check("mixed", mixed, (batch, tokens, rule.channels + 2 * rule.state_dim))
+    check("steps", steps, (batch, tokens, rule.channels), mixed.dtype)
+    check("states", states, (*states.shape[:2], *rule.state_shape), torch.float32)
+    of_channels = (rule.channels,)
+    weights = _scan_weights(layer, {"decay": rule.state_shape, "step": of_channels, "skip": of_channels})
+    # no inputs are read here; tensors of the same dtypes as with `kept`, so that steps and prompts run the same code
+    slots = StateSlots(states, mixed, state_rows, positions, write_mask)
+    return _scanned(mixed, steps, weights, slots, rule, kept)
+
+
+def _scanned(
+    mixed: Tensor,
+    product: Tensor,
+    weights: ScanWeights,
+    slots: StateSlots,
+    rule: MambaRule | SelectiveRule,
+    kept: KeptState | None,
+) -> Tensor:
+    """Returns the result of the scan, [B, Q, rule.values]. All channels of Mamba-1 are one head."""
+    batch, tokens = slots.positions.shape
+    if isinstance(rule, SelectiveRule):
+        (heads, dim, groups), limits = (1, rule.channels, 1), StepLimits(0.0, math.inf)
+    else:
+        heads, dim, groups = rule.heads, rule.head_dim, rule.groups
+        limits = StepLimits(rule.least_step, rule.most_step)
     out = product.new_empty(batch, tokens, rule.values)
     keys = triton.next_power_of_2(rule.state_dim)
-    block = min(triton.next_power_of_2(rule.head_dim), max(4, _TILE // keys))
+    block = min(triton.next_power_of_2(dim), max(4, _TILE // keys))
     launch(
         _mamba_kernel,
-        (batch, rule.heads, triton.cdiv(rule.head_dim, block)),
+        (batch, heads, triton.cdiv(dim, block)),
         mixed,
         product,
         weights,
         slots,
-        KeptState(state_rows, states, inputs) if kept is None else kept,
-        StepLimits(rule.least_step, rule.most_step),
+        KeptState(slots.state_rows, slots.states, slots.inputs) if kept is None else kept,
+        limits,
         out,
         tokens,
-        int(tokens <= states.shape[1]),
+        int(tokens <= slots.states.shape[1]),
         int(kept is not None),
-        HEADS=rule.heads,
-        HEAD_DIM=rule.head_dim,
-        GROUPS=rule.groups,
+        HEADS=heads,
+        HEAD_DIM=dim,
+        GROUPS=groups,
         STATE_DIM=rule.state_dim,
-        SLOTS=states.shape[1],
+        SELECTIVE=isinstance(rule, SelectiveRule),
+        SLOTS=slots.states.shape[1],
         BLOCK=block,
         num_warps=1,
         enable_fp_fusion=False,
@@ -336,7 +426,7 @@ def mamba(
     return out
 
 
-def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule) -> Tensor:
+def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule | SelectiveRule) -> Tensor:
     """Computes `Ops.mamba_norm` with a Triton kernel.
 
     Args:
@@ -349,7 +439,8 @@ def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule:
     Raises:
         ValueError: a shape, dtype or layout other than these.
     """
-    size = rule.values // rule.groups
+    groups, norm = (1, None) if isinstance(rule, SelectiveRule) else (rule.groups, rule.norm)
+    size = rule.values // groups
     if x.dim() != 3 or not x.is_contiguous() or x.shape[-1] != rule.values or size > MAX_GROUP:
         raise ValueError(f"x is {told(x)}; wanted contiguous [B, Q, {rule.values}], and groups of up to {MAX_GROUP}")
     stride = gate.stride(1) if gate.dim() == 3 else 0
@@ -361,18 +452,18 @@ def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule:
     out = torch.empty_like(x)
     launch(
         _norm_kernel,
-        (x.shape[0] * x.shape[1], rule.groups),
+        (x.shape[0] * x.shape[1], groups),
         x,
         gate,
         weight,
         out,
         stride,
         eps,
-        GROUPS=rule.groups,
+        GROUPS=groups,
         SIZE=size,
         BLOCK=triton.next_power_of_2(size),
         NORMED=weight is not None,
-        GATE_FIRST=rule.norm == "gate_first",
+        GATE_FIRST=norm == "gate_first",
         num_warps=_NORM_WARPS,
         enable_fp_fusion=False,
     )
@@ -380,11 +471,12 @@ def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule:
 
 
 def _convolved(
-    product: Tensor, layer: StateParts, slots: StateSlots, rule: ConvRule | MambaRule, kept: KeptState | None
+    product: Tensor, layer: StateParts, slots: StateSlots, rule: SpaceRule, kept: KeptState | None
 ) -> Tensor:
     """Returns the result of the convolution, [B, Q, channels], and stores its inputs."""
     (batch, tokens), places = slots.positions.shape, slots.inputs.shape[1]
     gated, step = isinstance(rule, ConvRule), tokens <= slots.states.shape[1]
+    first = rule.values if isinstance(rule, MambaRule) else 0
     out = product.new_empty(batch, tokens, rule.channels)
     given = torch.empty_like(out) if gated and not step else out
     launch(
@@ -397,7 +489,7 @@ def _convolved(
         given,
         tokens,
         int(step),
-        FIRST=0 if gated else rule.values,
+        FIRST=first,
         CHANNELS=rule.channels,
         ROWS=rule.rows,
         WIDTH=rule.width,
@@ -410,20 +502,21 @@ def _convolved(
         enable_fp_fusion=False,
     )
     if not step:
-        store_inputs(given if gated else product[..., rule.values :], slots, kept, rule)
+        store_inputs(given if gated else product[..., first:], slots, kept, rule)
     return out
 
 
-def _of_heads(name: str, weight: Tensor | None, heads: int) -> Tensor:
-    if weight is None:
-        raise ValueError(f"{name} is None; wanted fp32 [{heads}]")
-    check(name, weight, (heads,), torch.float32)
-    return weight
+def _scan_weights(layer: StateParts, shapes: Mapping[str, tuple[int, ...]]) -> ScanWeights:
+    """Returns the weights of the scan with these shapes, checked."""
+    found = {name: getattr(layer, name) for name in ScanWeights._fields}
+    for name, weight in found.items():
+        if weight is None:
+            raise ValueError(f"{name} is None; wanted fp32 {list(shapes[name])}")
+        check(name, weight, shapes[name], torch.float32)
+    return ScanWeights(**found)
 
 
-def _check(
-    product: Tensor, layer: StateParts, slots: StateSlots, rule: ConvRule | MambaRule, kept: KeptState | None
-) -> None:
+def _check(product: Tensor, layer: StateParts, slots: StateSlots, rule: SpaceRule, kept: KeptState | None) -> None:
     fits = isinstance(rule, ConvRule) or rule.state_dim <= MAX_STATE_DIM
     if product.dim() != 3 or product.dtype not in _DTYPES or not fits:
         raise ValueError(

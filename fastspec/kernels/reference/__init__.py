@@ -32,7 +32,7 @@ from fastspec.kernels.reference.linear import (
 from fastspec.kernels.reference.lookup import look_up
 from fastspec.kernels.reference.recurrent import delta_rule, gated, gated_norm, sigmoid
 from fastspec.kernels.reference.sampled import processed_logits, sampled_commit, sampled_draw
-from fastspec.kernels.reference.state_space import mamba, mamba_norm, short_conv
+from fastspec.kernels.reference.state_space import mamba, mamba_norm, selective_conv, selective_scan, short_conv
 from fastspec.kernels.reference.step import (
     commit,
     embed,
@@ -86,6 +86,8 @@ __all__ = [
     "route_normed",
     "sampled_commit",
     "sampled_draw",
+    "selective_conv",
+    "selective_scan",
     "short_conv",
     "sigmoid",
     "silu_mul",

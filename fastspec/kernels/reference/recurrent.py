@@ -7,7 +7,7 @@ element's place in the tensor.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +70,7 @@ def delta_rule(
         q, k, v = silu(conv(q, k, v))                    over the newest `width` positions, for each channel
         q = q / |q| / sqrt(key_dim), k = k / |k|         for each head
         S = exp(-exp(decay) softplus(a + step)) S        for each value head; S is its state
+            [`by_channel`: a factor for each column of S; `floor`: exp(floor sigmoid(exp(decay) (a + step))) S]
         S = S + sigmoid(b) (v - S k) k^T
         out = S q
 
@@ -105,16 +106,16 @@ def delta_rule(
     served = rule.value_heads // rule.key_heads
     q = (_unit(q) * rule.key_dim**-0.5).repeat_interleave(served, dim=2)
     k = _unit(k).repeat_interleave(served, dim=2)
-    b, a = product[..., -2 * rule.value_heads :].chunk(2, dim=-1)
+    b, a = product[..., -rule.value_heads - rule.decays :].split([rule.value_heads, rule.decays], dim=-1)
     beta = sigmoid(b).float()
-    decay = torch.exp(-torch.exp(layer.decay) * softplus(a.float() + layer.step))
+    decay = _decays(a, layer, rule)
 
     first = positions.gather(1, counts.to(torch.int64).argmax(dim=1, keepdim=True))[:, 0]
     state = states[state_rows, (first - 1) % slots]
     state = torch.where((first > 0)[:, None, None, None], state, torch.zeros_like(state))
     outs = []
     for t in range(product.shape[1]):
-        new = state * decay[:, t, :, None, None]
+        new = state * decay[:, t]
         delta = (v[:, t] - sum_last(new * k[:, t, :, None])) * beta[:, t, :, None]
         new = new + delta[..., None] * k[:, t, :, None]
         outs.append(sum_last(new * q[:, t, :, None]))
@@ -130,6 +131,13 @@ def delta_rule(
     if kept is not None:
         keep_inputs(product[0, :, : rule.channels], kept, positions[0], counts[0])
     return torch.stack(outs, dim=1).flatten(2).to(product.dtype)
+
+
+def _decays(a: Tensor, layer: DeltaParts, rule: DeltaRule) -> Tensor:
+    """Returns the factors on states, fp32 [B, Q, value_heads, 1, key_dim or 1]."""
+    opened = (a.float() + layer.step).unflatten(-1, (rule.value_heads, 1, -1))
+    rate = torch.exp(layer.decay)[:, None, None]
+    return torch.exp(rule.floor * sigmoid(rate * opened) if rule.floor else -rate * softplus(opened))
 
 
 def keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -> None:
@@ -218,22 +226,28 @@ def _store_inputs(
     inputs[state_rows] = torch.where((newest >= start)[..., None], new, inputs[state_rows])
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Computes rms_norm(x) * silu(gate), with a norm over each head's elements.
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Literal["silu", "sigmoid"] = "silu"
+) -> Tensor:
+    """Computes rms_norm(x) * activation(gate), with a norm over each head's elements.
 
     Args:
         x, gate: [B, Q, heads * D], of one dtype.
-        weight: [D], of that dtype. x / sqrt(mean(x^2) + eps) is rounded to the dtype before it is multiplied by the
-            weight, and so is the product of both.
+        weight: [D], of that dtype. With silu, x / sqrt(mean(x^2) + eps) is rounded to the dtype before it is multiplied
+            by the weight, and so is the product of both. With sigmoid only the result is rounded.
         eps: epsilon of the norm.
+        activation: function of the gate.
 
     Returns:
         Shape and dtype of x.
     """
     heads = x.unflatten(-1, (-1, weight.shape[0]))
     wide = heads.float()
-    normed = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    wide_gate = gate.float()
+    scaled, wide_gate = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps), gate.float()
+    if activation == "sigmoid":
+        opened: Tensor = (weight.float() * scaled).flatten(-2) * sigmoid(wide_gate)
+        return opened.to(x.dtype)
+    normed = weight * scaled.to(x.dtype)
     gated: Tensor = normed.flatten(-2).float() * (wide_gate / (1 + torch.exp(-wide_gate)))
     return gated.to(x.dtype)
 

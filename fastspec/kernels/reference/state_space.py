@@ -1,4 +1,4 @@
-"""Torch definitions of Mamba-2 and of the gated short convolution, with state buffers as in `reference.recurrent`.
+"""Torch definitions of Mamba-1, Mamba-2 and the gated short convolution, with the buffers of `reference.recurrent`.
 
 Batch invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row
 and the tokens before it, in decoding and in prefill.
@@ -20,7 +20,7 @@ from fastspec.kernels.reference.recurrent import (
     store,
     sum_last,
 )
-from fastspec.shapes import ConvRule, MambaRule
+from fastspec.shapes import ConvRule, MambaRule, SelectiveRule
 
 _BLOCK = 8  # number of tokens whose states are in memory at a time, for the products with C
 
@@ -112,7 +112,6 @@ def mamba(
     assert layer.decay is not None, "Mamba-2 has these weights"
     assert layer.step is not None, "Mamba-2 has these weights"
     assert layer.skip is not None, "Mamba-2 has these weights"
-    count, slots = product.shape[1], states.shape[1]
     given = product[..., rule.values : rule.values + rule.channels]
     mixed = silu(convolve(given, layer.conv, layer.conv_bias, inputs, state_rows, positions, write_mask)).float()
     x, b, c = mixed.split([rule.values, rule.shared, rule.shared], dim=-1)
@@ -120,17 +119,120 @@ def mamba(
     x = x.unflatten(-1, (rule.heads, -1))
     b, c = (each.unflatten(-1, (rule.groups, -1)).repeat_interleave(served, dim=2) for each in (b, c))
     step = softplus(product[..., -rule.heads :].float() + layer.step).clamp(rule.least_step, rule.most_step)
-    decay = torch.exp(-torch.exp(layer.decay) * step)
+    rate, skip = torch.exp(layer.decay)[:, None, None], layer.skip[:, None]
+    where = states, state_rows, positions, write_mask
+    outs = _scanned(x, b, c, step[..., None, None], rate, skip, *where, kept)
+    if kept is not None:
+        keep_inputs(given[0], kept, positions[0], write_mask[0])
+    return outs.flatten(2).to(product.dtype)
+
+
+def selective_conv(
+    product: Tensor,
+    layer: StateParts,
+    states: Tensor,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: SelectiveRule,
+    kept: KeptState | None = None,
+) -> Tensor:
+    """Computes x = silu(conv(x)) of Mamba-1, over the newest `width` positions, for each channel.
+
+    Args:
+        product: [B, Q, rule.rows]: x and z. z is not read.
+        layer: weights; conv and conv_bias are read.
+        states: not read.
+        inputs, state_rows, positions, write_mask, kept: see `delta_rule`. The ring has x.
+        rule: sizes.
+
+    Returns:
+        [B, Q, channels] in product's dtype.
+    """
+    given = product[..., : rule.channels]
+    mixed = silu(convolve(given, layer.conv, layer.conv_bias, inputs, state_rows, positions, write_mask))
+    if kept is not None:
+        keep_inputs(given[0], kept, positions[0], write_mask[0])
+    return mixed
+
+
+def selective_scan(
+    mixed: Tensor,
+    steps: Tensor,
+    layer: StateParts,
+    states: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: SelectiveRule,
+    kept: KeptState | None = None,
+) -> Tensor:
+    """Applies Mamba-1 (arXiv 2312.00752, algorithm 2) to the new tokens of each row, one after the other.
+
+        t = softplus(t + step)                               for each channel
+        S = exp(-exp(decay) t) S + (t x) B^T
+        out = S C + skip x
+
+    Args:
+        mixed: [B, Q, channels + 2 * state_dim]: x, B and C.
+        steps: [B, Q, channels]: t.
+        layer: weights; decay, step and skip are read.
+        states: fp32 [rows, slots, channels, state_dim], a ring buffer as in `delta_rule`.
+        state_rows, positions, write_mask: see `delta_rule`.
+        rule: sizes.
+        kept: see `delta_rule`; only its state is written.
+
+    Returns:
+        [B, Q, channels] in mixed's dtype. States and sums are in fp32.
+    """
+    assert layer.decay is not None, "Mamba-1 has these weights"
+    assert layer.step is not None, "Mamba-1 has these weights"
+    assert layer.skip is not None, "Mamba-1 has these weights"
+    x, b, c = mixed.float()[:, :, None].split([rule.channels, rule.state_dim, rule.state_dim], dim=-1)
+    step = softplus(steps.float() + layer.step)[:, :, None, :, None]
+    where = states[:, :, None], state_rows, positions, write_mask
+    inner = None if kept is None else kept._replace(state=kept.state[None])
+    outs = _scanned(x, b, c, step, torch.exp(layer.decay), layer.skip, *where, inner)
+    return outs.flatten(2).to(mixed.dtype)
+
+
+def _scanned(
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    skip: Tensor,
+    states: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    kept: KeptState | None,
+) -> Tensor:
+    """Computes S = e^(-rate step) S + (step x) B^T and S C + skip x, token by token: fp32 [B, Q, heads, head_dim].
+
+    Args:
+        x: fp32 [B, Q, heads, head_dim].
+        b, c: fp32 [B, Q, heads, state_dim].
+        step: fp32 [B, Q, heads, head_dim or 1, 1].
+        rate: fp32, as a state or with axes of one element.
+        skip: fp32, as x or with axes of one element.
+        states: fp32 [rows, slots, heads, head_dim, state_dim].
+        state_rows, positions, write_mask: see `delta_rule`.
+        kept: see `delta_rule`; only its state is written.
+    """
+    count, slots = x.shape[1], states.shape[1]
     first = positions.gather(1, write_mask.to(torch.int64).argmax(dim=1, keepdim=True))[:, 0]
     state = states[state_rows, (first - 1) % slots]
     state = torch.where((first > 0)[:, None, None, None], state, torch.zeros_like(state))
     outs = []
     for at in range(0, count, _BLOCK):
         here = slice(at, min(at + _BLOCK, count))
-        added = (step[:, here, :, None] * x[:, here])[..., None] * b[:, here, :, None]
+        added = (step[:, here, ..., 0] * x[:, here])[..., None] * b[:, here, :, None]
         news = []
         for t in range(here.start, here.stop):
-            new = state * decay[:, t, :, None, None] + added[:, t - at]
+            new = state * torch.exp(-rate * step[:, t]) + added[:, t - at]
             news.append(new)
             state = torch.where(write_mask[:, t, None, None, None], new, state)
             if count <= slots:
@@ -138,17 +240,17 @@ def mamba(
             if kept is not None:
                 reached = write_mask[0, t] & (positions[0, t] + 1 == kept.at)
                 kept.state.copy_(torch.where(reached[:, None, None], state[0], kept.state))
-        outs.append(sum_last(torch.stack(news, dim=1) * c[:, here, :, None]) + layer.skip[:, None] * x[:, here])
+        outs.append(sum_last(torch.stack(news, dim=1) * c[:, here, :, None]) + skip * x[:, here])
     if count > slots:
         newest = torch.where(write_mask, positions, 0).amax(dim=1)
         store(states, state_rows, newest % slots, state, write_mask.any(dim=1))
-    if kept is not None:
-        keep_inputs(given[0], kept, positions[0], write_mask[0])
-    return torch.cat(outs, dim=1).flatten(2).to(product.dtype)
+    return torch.cat(outs, dim=1)
 
 
-def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule) -> Tensor:
+def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule | SelectiveRule) -> Tensor:
     """Applies the gate, and an RMSNorm over the elements of each group of heads, to the result of `mamba`.
+
+    Mamba-1 has no norm.
 
         rule.norm is "gate_first": norm(x * silu(gate));   "norm_first": norm(x) * silu(gate);   None: x * silu(gate)
 
@@ -163,7 +265,7 @@ def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule:
     """
     wide_gate = gate.float()
     wide, opened = x.float(), wide_gate / (1 + torch.exp(-wide_gate))
-    if weight is None:
+    if weight is None or isinstance(rule, SelectiveRule):
         return (wide * opened).to(x.dtype)
     if rule.norm == "gate_first":
         wide = wide * opened

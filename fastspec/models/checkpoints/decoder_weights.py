@@ -43,6 +43,7 @@ from fastspec.models.layer_table import (
     NORM_BIAS,
     DecoderWeights,
     InputWeights,
+    LatentWeights,
     LayerWeights,
     StateWeights,
     TableRow,
@@ -288,6 +289,8 @@ class _Layer:
                 parts.setdefault(part, {})[field] = made
         if "state" in parts:
             fields["state"] = StateWeights(**parts["state"])
+        if "latent" in parts:
+            fields["latent"] = LatentWeights(**parts["latent"])
         if "experts" in parts:
             fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
         return LayerWeights(**fields)

@@ -211,7 +211,7 @@ def _same_kind(part: nn.Module, like: nn.Module) -> bool:
 
 
 def _same_config(own: Any, spec: ModelSpec) -> bool:
-    return replace(spec_from_config(own), dtype=spec.dtype, tied=spec.tied) == spec
+    return replace(spec_from_config(own), dtype=spec.dtype, tied=spec.tied, own_names=spec.own_names) == spec
 
 
 def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:

@@ -5,17 +5,20 @@ The rules concern a missing or repeated prefix, a tied head, and unused tensors.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from fastspec.errors import CheckpointError
 from fastspec.models.checkpoints.safetensors_files import INDEX
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
+from fastspec.models.layer_table import EMBED, HEAD, LAYER, tensor_shapes
 
 PREFIX: Final = "model."
 TEXT: Final = ("language_model.", "text_model.")
@@ -41,6 +44,36 @@ class RenamedTensors(WrappedSource):
         """Returns every tensor by its new name."""
         infos = self._source.infos()
         return {name: infos[stored] for name, stored in self._stored.items()}
+
+
+class FlatTensors(WrappedSource):
+    """Tensors of a source, some of them without their axes of one element.
+
+    Args:
+        source: the tensors.
+        flat: last parts of the names of these vectors.
+    """
+
+    def __init__(self, source: TensorSource, flat: tuple[str, ...]) -> None:
+        super().__init__(source)
+        self._infos = {
+            name: replace(info, shape=(math.prod(info.shape),)) if name.endswith(flat) else info
+            for name, info in source.infos().items()
+        }
+
+    def infos(self) -> Mapping[str, TensorInfo]:
+        """Returns every tensor by its name."""
+        return self._infos
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor with the shape in `infos`."""
+        return self._source.read(name).reshape(self._infos[name].shape)
+
+    def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
+        """Returns rows of a vector, or a part of another tensor."""
+        if self._infos[name].shape == self._source.infos()[name].shape:
+            return self._source.read_part(name, rows, columns)
+        return self.read(name)[rows]
 
 
 class NamedTensors(RenamedTensors):
@@ -89,14 +122,29 @@ def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
 
 
 def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
-    """Returns a source whose tensors have the usual names, if the model's family stores some under other names.
+    """Returns a source whose tensors have the usual names and shapes.
 
-    `ModelFamily.renamed` has the replacements.
+    Some families store tensors under other names, or vectors with several axes. `ModelFamily.renamed` has the names,
+    `ModelFamily.flat` the vectors.
     """
-    renamed = FAMILIES[spec.family].renamed
-    if not renamed:
-        return source
-    return RenamedTensors(source, {usual_name(stored, renamed): stored for stored in source.infos()})
+    renamed, flat = FAMILIES[spec.family].renamed, FAMILIES[spec.family].flat
+    if renamed:
+        source = RenamedTensors(source, {usual_name(stored, renamed): stored for stored in source.infos()})
+    return FlatTensors(source, flat) if flat else source
+
+
+def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
+    """Returns the spec with those of `ModelFamily.other_names` that the source has.
+
+    Args:
+        spec: spec of the model.
+        source: its tensors, with usual names and without a changed prefix.
+    """
+    last = {name.rpartition("layers.")[2].partition(".")[2] for name in source.infos()}
+    others = FAMILIES[spec.family].other_names
+    leaves = {row.name: row.leaf for row in LAYER}
+    own = tuple((row, names) for row, names in others.items() if f"{names[0]}{leaves[row]}" in last)
+    return replace(spec, own_names=own) if own else spec
 
 
 def usual_name(stored: str, renamed: Mapping[str, str]) -> str:

@@ -33,7 +33,13 @@ from fastspec.models.checkpoints.gguf.header import read_gguf_header
 from fastspec.models.checkpoints.gguf.tensors import GgufTensors, find_gguf, tokenizer_of_gguf
 from fastspec.models.checkpoints.hub import download, download_file, hub_gguf
 from fastspec.models.checkpoints.live_module import ModuleTensors, as_built, check_as_built
-from fastspec.models.checkpoints.parameter_names import NamedTensors, has_own_head, named, with_usual_names
+from fastspec.models.checkpoints.parameter_names import (
+    NamedTensors,
+    has_own_head,
+    named,
+    with_found_names,
+    with_usual_names,
+)
 from fastspec.models.checkpoints.quantised.configs import Quantisation, quantisation_of
 from fastspec.models.checkpoints.quantised.tensors import CacheScales, QuantisedShards, read_cache_scales
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
@@ -198,6 +204,7 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
     config: Any = copy.deepcopy(module.config)
     spec = spec_from_config(config)
     tensors = with_usual_names(by_expert(held, spec, name), spec)
+    spec = with_found_names(spec, tensors)
     spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
     check_no_others(tensors.infos(), spec, name)
@@ -222,6 +229,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         quantisation = _quantisation(directory, raw)
     shards: TensorSource = by_expert(ShardTensors(directory), spec, name)
     check_mxfp4(shards, quantisation, name)
+    spec = with_found_names(spec, with_usual_names(shards, spec))
     stored, scales = "", {}
     if quantisation is not None:
         scales = _cache_scales(shards, quantisation, tensor_shapes(spec), f"{role}: {name}")

@@ -23,6 +23,8 @@ from fastspec.models.families.phi3 import PHI3
 from fastspec.models.families.plan import ModelFamily
 from fastspec.models.families.qwen2 import MIMO, QWEN2, QWEN2_5_VL, QWEN2_VL
 from fastspec.models.families.qwen3 import QWEN3, QWEN3_5, QWEN3_5_TEXT, QWEN3_VL
+from fastspec.models.families.recurrent.jamba import JAMBA
+from fastspec.models.families.recurrent.kimi import BAILING_HYBRID, KIMI_LINEAR
 from fastspec.models.families.recurrent.lfm2 import LFM2, LFM2_MOE, LFM3
 from fastspec.models.families.recurrent.mamba import BAMBA, FALCON_H1
 from fastspec.models.families.recurrent.nemotron_h import NEMOTRON_H
@@ -80,6 +82,9 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "bamba": BAMBA,
     "falcon_h1": FALCON_H1,
     "nemotron_h": NEMOTRON_H,
+    "jamba": JAMBA,
+    "kimi_linear": KIMI_LINEAR,
+    "bailing_hybrid": BAILING_HYBRID,
 }
 """By the config's `model_type`."""
 

@@ -79,6 +79,35 @@ class BranchFactors:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentPlan:
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) as q, k and v of each head.
+
+        q = h Wq [with q_rank: norm(h Wq_in) Wq_out], for each head [q1 q2]
+        c, r = h Wkv;   k1, v = norm(c) Wkv_out, for each head;   k = [k1 r], with the same r in all heads
+
+    rope rotates only q2 and r. Pages hold k, and v with zeros up to its length.
+
+    Attributes:
+        rank: elements of c.
+        q_rank: width between the two products of queries. 0: there is one.
+        plain: elements of q1 and of k1.
+        shared: elements of q2 and of r.
+        value: elements of v of a head.
+    """
+
+    rank: int
+    q_rank: int
+    plain: int
+    shared: int
+    value: int
+
+    @property
+    def dim(self) -> int:
+        """Elements of q and of k of a head."""
+        return self.plain + self.shared
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """Plan of one decoder layer. x is the residual stream; f is the activation.
 
@@ -86,10 +115,11 @@ class LayerPlan:
         q, k, v = h Wqkv [+ bias]                   one product
         q, k = norm(q), norm(k) [see qk_norm], v = v / rms(v) [with value_norm]
         q, k = rope(q, k) [see rope], q = query_scale(position) q
+        [with latent: q, k and v as in `LatentPlan`]
         a = attention(q, k, v)                      over all keys, or over the `window` newest
         a = sigmoid(gate) a [with output_gate, whose rows come after those of v in Wqkv, or with head_gate]
-        [with a state and no attention: a = `reference.delta_rule`, `short_conv` or `mamba` of h Wqkv, whose rows are
-            then those of `state`]
+        [with a state and no attention: a = `reference.delta_rule`, `short_conv`, `mamba` or `selective_scan` of
+            h Wqkv, whose rows are then those of `state`]
         a = a Wo [+ bias], a = norm(a) [with post_norm]
         x = x + residual_scale * a
         h = norm(x) [x itself without pre_norm; the first h if parallel]
@@ -141,6 +171,8 @@ class LayerPlan:
         shares: layer whose keys and values this layer reads. It has queries only. None: it has its own.
         inputs: elements per position of this layer's own input (Gemma's per-layer embedding). 0: it has none.
         scaled: True if the layer's result is multiplied by a stored number.
+        latent: sizes of latent attention. None: the layer has q, k and v of their own. kv_heads is then the number of
+            query heads, and head_dim that of its keys.
     """
 
     window: int | None = None
@@ -177,6 +209,7 @@ class LayerPlan:
     shares: int | None = None
     inputs: int = 0
     scaled: bool = False
+    latent: LatentPlan | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None and not (self._holds_experts and self.feeds):
@@ -193,13 +226,17 @@ class LayerPlan:
             )
         if self.norm_bias and (self.norm != "layer" or self.post_norm):
             raise ValueError("norm_bias goes with norm='layer' before attention and MLP; wanted it without post_norm")
+        if self.latent is not None and (self.head_dim != self.latent.dim or self.qk_norm or self.output_gate):
+            raise ValueError(
+                "latent attention has keys of its own size and no norm of heads; wanted head_dim=latent.dim"
+            )
         if self.fused_tail and self.output_gate:
             raise ValueError("a gated layer with a fused tail; wanted norm='rms_plus_one'")
 
     @property
     def fused_tail(self) -> bool:
         """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are Llama's."""
-        whole = self.attends and self.state is None and self.feeds and not self.head_gate
+        whole = self.attends and self.state is None and self.feeds and not self.head_gate and self.latent is None
         ends = self.inputs == 0 and not self.scaled
         return whole and ends and self._plain and self.fused_norm and self.fused_gate and self.experts is None
 
@@ -213,7 +250,8 @@ class LayerPlan:
         """True if `Ops.add_norm` can compute the norms and sums before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
         ends = self.inputs == 0 and not self.scaled
-        return norms and ends and self.residual_scale == 1.0 and self.state is None and not self.head_gate
+        own = self.state is None and not self.head_gate and self.latent is None
+        return norms and ends and self.residual_scale == 1.0 and own
 
     @property
     def caches(self) -> bool:
@@ -284,6 +322,8 @@ class ModelFamily:
             that changes the arithmetic and that plans cannot express.
         names: stored names of a layer's tensors by row of `layer_table.LAYER`, if they differ from that table.
         scales: function of the config fields that returns the factors outside of layers.
+        other_names: names of the same tensors, by row, in live modules and what is saved of them as it is.
+        flat: last parts of the names of vectors that are stored with more axes, each of one element.
         renamed: parts of stored names with their replacements, in order: for tensors outside of layers, and for a
             name that differs between files and live modules.
         eps: config field with the epsilon of norms.
@@ -311,6 +351,8 @@ class ModelFamily:
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     scales: Callable[[ConfigFields], ModelScales] = _no_scales
     renamed: Mapping[str, str] = field(default_factory=dict)
+    other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    flat: tuple[str, ...] = ()
     eps: str = "rms_norm_eps"
     inner: str | Callable[[ConfigFields], int] = "intermediate_size"
     act: tuple[str, str] | None = ("hidden_act", "silu")

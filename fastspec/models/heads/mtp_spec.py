@@ -141,7 +141,8 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
     Raises:
         CheckpointError: the directory has no MTP layer.
-        UnsupportedModel: the target runs as transformers' module, or an MTP layer has experts and the target has none.
+        UnsupportedModel: the target runs as transformers' module or has latent attention, or an MTP layer has experts
+            and the target has none.
     """
     if target.spec.hosting:
         raise UnsupportedModel(
@@ -156,6 +157,11 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
             "learned drafter, a draft model, or NGram()"
         )
     plan, own_names = _plan(model), model.own_names
+    if plan.latent is not None:
+        raise UnsupportedModel(
+            f"an MTP layer has the attention of its target, and latent attention of {target.name} is not implemented "
+            "for it; use a learned drafter, a draft model, or NGram()"
+        )
     if found.layout == "nemotron":
         plan, own_names = _with_experts(model, plan), (("post_norm", (SECOND_NORM,)),)
     decoder = replace(model, plans=(plan,) * found.depth, own_names=own_names)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import reference
@@ -22,6 +23,8 @@ from fastspec.kernels.reference.recurrent import KeptState
 
 RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
 WIDE = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=80, width=3)  # a head in several programs
+OF_CHANNELS = DeltaRule(key_heads=2, value_heads=2, key_dim=16, value_dim=24, width=4, by_channel=True)
+RULES = {"head": RULE, "channel": OF_CHANNELS, "bounded": OF_CHANNELS._replace(floor=-5.0)}
 DRAFTS = 4
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -63,7 +66,7 @@ def a_case(dtype: torch.dtype, device: str, rows: int = 3, rule: DeltaRule = RUL
     layer = Parts(
         normal(rule.channels, 1, rule.width).to(dtype),
         normal(rule.value_heads),
-        normal(rule.value_heads),
+        normal(rule.decays),
         (1 + normal(rule.value_dim)).to(dtype),
     )
     states = normal(rows + 1, DRAFTS + 1, rule.value_heads, rule.value_dim, rule.key_dim)
@@ -98,21 +101,28 @@ CASES: dict[str, tuple[list[int], int, list[int], list[int]]] = {
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize(("name", "dtype"), [*((name, F32) for name in CASES), ("drafts", BF16), ("prompt", BF16)])
-def test_it_is_its_definition(name: str, dtype: torch.dtype, device: str) -> None:
-    starts, tokens, before, behind = CASES[name]
-    positions, product = placed(starts, tokens, device), a_product(3, tokens, dtype, device)
+@pytest.mark.parametrize(
+    ("kind", "name", "dtype"),
+    [
+        *(("head", name, F32) for name in CASES),
+        *((kind, name, BF16) for kind in ("head", "channel") for name in ("drafts", "prompt")),
+        *((kind, name, F32) for kind in ("channel", "bounded") for name in ("plain", "idle", "prompt")),
+    ],
+)
+def test_it_is_its_definition(kind: str, name: str, dtype: torch.dtype, device: str) -> None:
+    (starts, tokens, before, behind), rule = CASES[name], RULES[kind]
+    positions, product = placed(starts, tokens, device), a_product(3, tokens, dtype, device, rule=rule)
     at = torch.arange(tokens)
     mask = (at >= torch.tensor(before)[:, None]) & (at < tokens - torch.tensor(behind)[:, None])
     mask = mask.to(device)
-    mine, wanted = a_case(dtype, device), a_case(dtype, device)
+    mine, wanted = (a_case(dtype, device, rule=rule) for _ in range(2))
     found = mine.run(delta_rule, product, positions, mask)
     expected = wanted.run(reference.delta_rule, product, positions, mask)
     close(found[mask], expected[mask], dtype)
     assert not found[~mask].any()
     close(mine.states, wanted.states, F32 if dtype is F32 else BF16)
     assert torch.equal(mine.inputs, wanted.inputs)
-    fresh = a_case(dtype, device)
+    fresh = a_case(dtype, device, rule=rule)
     assert torch.equal(mine.states[0], fresh.states[0]), "nobody's row"
     if tokens > 1:
         assert not torch.equal(mine.states, fresh.states)
@@ -130,7 +140,7 @@ def test_a_wide_head_is_its_definition(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("rule", [RULE, WIDE], ids=["narrow", "wide"])
+@pytest.mark.parametrize("rule", [RULE, WIDE, RULES["bounded"]], ids=["narrow", "wide", "bounded"])
 @pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
 def test_bits_depend_on_the_tokens_before_alone(op: Callable[..., Tensor], rule: DeltaRule, device: str) -> None:
     """Three rows with drafts, the same in plain steps, and one row of them."""
@@ -166,16 +176,21 @@ def test_rows_that_never_draft_have_the_same_bits(dtype: torch.dtype, device: st
 
 
 SMALL = DeltaRule(key_heads=1, value_heads=2, key_dim=16, value_dim=16, width=4)
+SMALL_CHANNELS = SMALL._replace(value_heads=1, by_channel=True)
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("op", [delta_rule, reference.delta_rule], ids=["kernel", "definition"])
-def test_a_prompt_may_be_cut_on_the_grid_of_positions(op: Callable[..., Tensor], device: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "rule"),
+    [(delta_rule, SMALL), (reference.delta_rule, SMALL), (delta_rule, SMALL_CHANNELS)],
+    ids=["kernel", "definition", "channel"],
+)
+def test_a_prompt_may_be_cut_on_the_grid_of_positions(op: Callable[..., Tensor], rule: DeltaRule, device: str) -> None:
     """Wherever a prompt begins and is cut, its chunks are those of the grid, and so are its bits."""
     start, tokens = 64, 150
-    product = a_product(1, tokens, F32, device, rule=SMALL)
+    product = a_product(1, tokens, F32, device, rule=rule)
     everything = torch.ones(1, tokens, dtype=torch.bool, device=device)
-    whole, pieces = (a_case(F32, device, 1, SMALL) for _ in range(2))
+    whole, pieces = (a_case(F32, device, 1, rule) for _ in range(2))
     at = placed([start], tokens, device)
     found = whole.run(op, product, at, everything)
     parts = [
@@ -255,16 +270,44 @@ def test_refused_tokens_leave_nothing(op: Callable[..., Tensor], device: str) ->
     assert torch.equal(case.states[1, 6 % 5], plain.states[1, 6 % 5])
 
 
+def test_the_definition_with_a_decay_of_each_element_is_that_of_transformers() -> None:
+    """The loop over tokens of Kimi-Linear, over the convolution of torch."""
+    module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
+    rule, tokens = OF_CHANNELS, 11
+    case, product = a_case(F32, "cpu", 1, rule), a_product(1, tokens, F32, "cpu", rule=rule)
+    at, mask = placed([0], tokens, "cpu"), torch.ones(1, tokens, dtype=torch.bool)
+    given = product[..., : rule.channels].transpose(1, 2)
+    mixed = F.silu(F.conv1d(given, case.layer.conv, padding=rule.tail, groups=rule.channels)[..., :tokens])
+    q, k, v = mixed.transpose(1, 2).split([rule.keys, rule.keys, rule.values], dim=-1)
+    b, a = product[..., -rule.value_heads - rule.decays :].split([rule.value_heads, rule.decays], dim=-1)
+    g = -case.layer.decay.exp()[:, None] * F.softplus(a + case.layer.step).unflatten(-1, (rule.value_heads, -1))
+    wanted, state = module.recurrent_kimi_delta_attention(
+        *(each.unflatten(-1, (rule.value_heads, -1)) for each in (q, k, v)),
+        g=g,
+        beta=b.sigmoid(),
+        initial_state=None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    found = case.run(reference.delta_rule, product, at, mask)
+    torch.testing.assert_close(found, wanted.flatten(2), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(case.states[1, (tokens - 1) % 5], state[0].transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("dtype", [F32, BF16])
-def test_the_gated_norm_is_its_definition(dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("dtype", "activation"), [(F32, "silu"), (BF16, "silu"), (BF16, "sigmoid")])
+def test_the_gated_norm_is_its_definition(dtype: torch.dtype, activation: Any, device: str) -> None:
     layer, product = a_case(dtype, device).layer, a_product(2, 3, dtype, device)
     x = 3 * product[..., : RULE.values].contiguous()
     gate = product[..., RULE.channels : RULE.channels + RULE.values]
-    found = gated_norm(x, gate, layer.norm, 1e-6)
-    close(found, reference.gated_norm(x, gate, layer.norm, 1e-6), dtype)
-    one = gated_norm(x[1:, 2:].contiguous(), gate[1:, 2:], layer.norm, 1e-6)
+    found = gated_norm(x, gate, layer.norm, 1e-6, activation)
+    close(found, reference.gated_norm(x, gate, layer.norm, 1e-6, activation), dtype)
+    one = gated_norm(x[1:, 2:].contiguous(), gate[1:, 2:], layer.norm, 1e-6, activation)
     assert torch.equal(one[0, 0], found[1, 2])
+    heads = x.float().unflatten(-1, (-1, RULE.value_dim))
+    normed = F.rms_norm(heads, heads.shape[-1:], eps=1e-6) * layer.norm.float()
+    opened = gate.float().sigmoid() * (gate.float() if activation == "silu" else 1)
+    close(found, (normed.flatten(-2) * opened).to(dtype), dtype)
 
 
 @pytest.mark.parametrize("device", devices())

@@ -13,21 +13,40 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.reference.recurrent import KeptState
-from fastspec.shapes import ConvRule, MambaRule
+from fastspec.shapes import ConvRule, MambaRule, SelectiveRule
 from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, short_conv
+from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, selective_conv, selective_scan, short_conv
 
 # sizes that are no powers of two, a head in several programs, and channels in several blocks
 MAMBA = MambaRule(heads=2, head_dim=20, groups=2, state_dim=24, width=4, least_step=0.5, most_step=1.5)
 WIDE = MambaRule(heads=2, head_dim=24, groups=1, state_dim=128, width=3)
 CONV = ConvRule(channels=72, width=3)
-RULES = {"mamba": MAMBA, "wide": WIDE, "conv": CONV}
+SELECTIVE = SelectiveRule(channels=72, state_dim=12, width=3, rank=5)
+RULES = {"mamba": MAMBA, "wide": WIDE, "conv": CONV, "selective": SELECTIVE}
+
+
+def both(conv: Callable[..., Tensor], scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Mamba-1 as one operation, whose product goes on with B, C and steps."""
+
+    def op(product: Tensor, layer: Any, states: Tensor, inputs: Tensor, *where: Any, **more: Any) -> Tensor:
+        rule = where[-1]
+        product, b_c, steps = product.split([rule.rows, 2 * rule.state_dim, rule.channels], dim=-1)
+        x = conv(product.contiguous(), layer, states, inputs, *where, **more)
+        return scan(torch.cat((x, b_c), dim=-1), steps.contiguous(), layer, states, *where, **more)
+
+    return op
+
+
 OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # kernel, definition
     **{"mamba": (mamba, reference.mamba), "wide": (mamba, reference.mamba)},
     "conv": (short_conv, reference.short_conv),
+    "selective": (
+        both(selective_conv, selective_scan),
+        both(reference.selective_conv, reference.selective_scan),
+    ),
 }
 SLOTS = 3
 F32, BF16 = torch.float32, torch.bfloat16
@@ -52,7 +71,7 @@ class Case:
     states: Tensor
     inputs: Tensor
     state_rows: Tensor
-    rule: MambaRule | ConvRule
+    rule: MambaRule | ConvRule | SelectiveRule
 
     def run(
         self, op: Callable[..., Tensor], product: Tensor, first: list[int], mask: Tensor | None = None, **more: Any
@@ -72,7 +91,9 @@ def a_case(kind: str, dtype: torch.dtype, device: str, rows: int = 3) -> Case:
         return (torch.randn(*shape, generator=generator) * std).to(device)
 
     conv, bias = normal(rule.channels, 1, rule.width).to(dtype), normal(rule.channels).to(dtype)
-    heads = [normal(rule.heads) for _ in range(3)] if isinstance(rule, MambaRule) else [None] * 3
+    heads: list[Tensor | None] = [normal(rule.heads) for _ in range(3)] if isinstance(rule, MambaRule) else [None] * 3
+    if isinstance(rule, SelectiveRule):
+        heads = [normal(*shape) for shape in (rule.state_shape, rule.state_shape[:1], rule.state_shape[:1])]
     layer = Parts(conv, None if kind == "wide" else bias, *heads)
     states = normal(rows + 1, SLOTS, *rule.state_shape)
     inputs = normal(rows + 1, SLOTS + rule.tail, rule.channels).to(dtype)
@@ -81,7 +102,9 @@ def a_case(kind: str, dtype: torch.dtype, device: str, rows: int = 3) -> Case:
 
 def a_product(kind: str, rows: int, tokens: int, dtype: torch.dtype, device: str, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(rows, tokens, RULES[kind].rows, generator=generator).to(dtype).to(device)
+    rule = RULES[kind]
+    more = 2 * rule.state_dim + rule.channels if isinstance(rule, SelectiveRule) else 0
+    return torch.randn(rows, tokens, rule.rows + more, generator=generator).to(dtype).to(device)
 
 
 def close(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -120,6 +143,28 @@ def test_the_definition_of_mamba_is_that_of_transformers() -> None:
     torch.testing.assert_close(found, wanted.flatten(2), rtol=1e-5, atol=1e-5)
 
 
+def test_the_definition_of_mamba_1_is_that_of_transformers() -> None:
+    """The convolution of torch, and the scan of the module of Jamba."""
+    from transformers.models.jamba.modeling_jamba import mamba_selective_scan
+
+    case, product, rule = a_case("selective", F32, "cpu", 1), a_product("selective", 1, 9, F32, "cpu"), SELECTIVE
+    assert case.layer.decay is not None
+    x, z, b, c, steps = product.transpose(1, 2).split(
+        [*[rule.channels] * 2, *[rule.state_dim] * 2, rule.channels], dim=1
+    )
+    mixed = F.conv1d(x, case.layer.conv, case.layer.conv_bias, padding=rule.tail, groups=rule.channels)[..., :9]
+    wanted = mamba_selective_scan(
+        *(F.silu(mixed), steps, -torch.exp(case.layer.decay), b, c),
+        D=case.layer.skip,
+        z=z,
+        delta_bias=case.layer.step,
+        delta_softplus=True,
+    )
+    found = case.run(OPS["selective"][1], product, [0])
+    found = reference.mamba_norm(found, z.transpose(1, 2), None, 1e-6, rule)
+    torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
 def test_the_definition_of_the_short_convolution_is_that_of_torch() -> None:
     case, product = a_case("conv", F32, "cpu", 1), a_product("conv", 1, 9, F32, "cpu")
     b, c, x = product.transpose(1, 2).chunk(3, dim=1)
@@ -143,6 +188,8 @@ CASES: dict[str, tuple[list[int], int, list[int], list[int]]] = {
     ("kind", "name", "dtype"),
     [
         *((kind, name, F32) for name in CASES for kind in ("mamba", "conv")),
+        *(("selective", name, F32) for name in ("plain", "idle", "prompt")),
+        ("selective", "drafts", BF16),
         *((kind, name, BF16) for name in ("drafts", "prompt") for kind in ("wide", "conv")),
     ],
 )
@@ -167,7 +214,7 @@ BOTH = pytest.mark.parametrize("which", [0, 1], ids=["kernel", "definition"])
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("kind", ["mamba", "conv"])
+@pytest.mark.parametrize("kind", ["mamba", "conv", "selective"])
 @BOTH
 def test_bits_depend_on_the_tokens_before_alone(which: int, kind: str, device: str) -> None:
     """Three rows with drafts, the same in plain steps, one row at a time, and as prompts."""
@@ -214,7 +261,7 @@ def test_refused_tokens_leave_nothing(which: int, kind: str, device: str) -> Non
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("kind", ["mamba", "conv"])
+@pytest.mark.parametrize("kind", ["mamba", "conv", "selective"])
 @BOTH
 def test_the_state_after_a_chunk_is_kept(which: int, kind: str, device: str) -> None:
     """It is the state of a prompt that ends there, with its newest inputs. A pass that ends before keeps none."""
@@ -266,6 +313,13 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
         case.run(mamba, product[..., 1:], [0])
     with pytest.raises(ValueError, match="states is"):
         replace(case, states=case.states.half()).run(mamba, product, [0])
+    selective, mixed = a_case("selective", F32, "cpu", 1), torch.zeros(1, 1, SELECTIVE.channels + 24)
+    where = selective.layer, selective.states, selective.state_rows, torch.zeros(1, 1, dtype=torch.int64)
+    rest = torch.ones(1, 1, dtype=torch.bool), SELECTIVE
+    with pytest.raises(ValueError, match="mixed is"):
+        selective_scan(mixed.double(), mixed, *where, *rest)
+    with pytest.raises(ValueError, match="steps is"):
+        selective_scan(mixed, mixed, *where, *rest)
     with pytest.raises(ValueError, match="skip is None"):
         replace(case, layer=replace(case.layer, skip=None)).run(mamba, product, [0])
     kept = KeptState(torch.tensor([64]), case.states[0, 0], case.inputs[0, : MAMBA.width])

@@ -25,12 +25,15 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(plan if at < dense else replace(plan, experts=experts) for at in range(layers))
 
 
-def grouped_routing(fields: ConfigFields) -> tuple[int, RoutingRule]:
-    """Returns the number of experts of a layer, and the rule that chooses a token's experts."""
-    count, chosen = counts(fields, "n_routed_experts")
+def grouped_routing(fields: ConfigFields, name: str = "n_routed_experts") -> tuple[int, RoutingRule]:
+    """Returns the number of experts of a layer, and the rule that chooses a token's experts.
+
+    `name` is the config field of that number.
+    """
+    count, chosen = counts(fields, name)
     groups, kept = fields.count("n_group", count), fields.count("topk_group", count)
     if count % groups or (groups > 1 and count // groups < 2):
-        fields.refuse("n_group", groups, f"a divisor of n_routed_experts={count} that leaves two or more a group")
+        fields.refuse("n_group", groups, f"a divisor of {name}={count} that leaves two or more a group")
     if kept > groups or kept * (count // groups) < chosen:
         wanted = f"at most n_group={groups}, with room for num_experts_per_tok={chosen}"
         fields.refuse("topk_group", kept, wanted)

@@ -1,1 +1,1 @@
-"""Families whose layers have Mamba-2 or short convolutions."""
+"""Families whose layers have Mamba, short convolutions, or Kimi delta attention."""

@@ -1,5 +1,7 @@
-"""Families with Mamba-2 or short convolutions: logits are transformers', no part can be left out, bad configs are
-refused."""
+"""Families with Mamba, short convolutions or Kimi delta attention.
+
+Logits are transformers', no part can be left out, bad configs are refused.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from fastspec.distributed.slices import check_divides
 from fastspec.errors import UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import ModelSpec, spec_from_config
-from fastspec.models.families.plan import LayerPlan, ModelScales
-from fastspec.models.layer_table import LayerWeights, StateWeights
-from fastspec.shapes import ConvRule, MambaRule, RoutingRule
+from fastspec.models.families.plan import LatentPlan, LayerPlan, ModelScales
+from fastspec.models.heads.mtp_spec import mtp_spec
+from fastspec.models.layer_table import LatentWeights, LayerWeights, StateWeights
+from fastspec.shapes import ConvRule, DeltaRule, MambaRule, RoutingRule, SelectiveRule
 from tests.helpers.hybrid import STATES, VOCAB, config_of, decoder, logits_of, make_states
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
 
@@ -55,11 +59,12 @@ def changes(case: Case) -> Iterator[Changed]:
     spec, weights = case.spec, case.weights
     for at in [spec.plans.index(plan) for plan in dict.fromkeys(spec.plans)]:
         layer = weights.layers[at]
-        for part, kind in (("", LayerWeights), ("state", StateWeights), ("experts", ExpertWeights)):
+        parts = {"": LayerWeights, "state": StateWeights, "latent": LatentWeights, "experts": ExpertWeights}
+        for part, kind in parts.items():
             held = getattr(layer, part) if part else layer
             for field in dataclasses.fields(kind) if held is not None else ():
                 value = getattr(held, field.name)
-                if value is None or field.name in ("state", "experts", "joined"):
+                if value is None or field.name in (*parts, "joined"):
                     continue
                 value = turned(value) if part != "experts" else replace_columns(value)
                 other = value if not part else replace(held, **{field.name: value})
@@ -100,6 +105,11 @@ def rule_changes(spec: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         if rule.norm is not None:
             yield "norm", {"state": rule._replace(norm="gate_first" if rule.norm == "norm_first" else "norm_first")}
         yield "steps", {"state": rule._replace(least_step=0.5)}
+    elif isinstance(rule, SelectiveRule):
+        return
+    elif isinstance(rule, DeltaRule):
+        yield "gate", {"state": rule._replace(gate="silu")}
+        yield "floor", {"state": rule._replace(floor=0.0 if rule.floor else -5.0)}
     else:
         assert isinstance(rule, ConvRule)
     factors = spec.plans[0].factors
@@ -117,7 +127,7 @@ def rule_changes(spec: ModelSpec) -> Iterator[tuple[str, dict[str, Any]]]:
         if getattr(routing, name) != getattr(plain, name):
             other = replace(experts, routing=routing._replace(**{name: getattr(plain, name)}))
             yield f"routing {name}", {"experts": other}
-    if routing.eps:
+    if routing.normed:
         yield "normed", {"experts": replace(experts, routing=routing._replace(normed=False))}
 
 
@@ -141,6 +151,17 @@ def test_no_part_can_be_left_out(case: Case) -> None:
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
+        ("jamba", {"mamba_d_conv": 1}, "mamba_d_conv=1"),
+        ("jamba", {"num_experts_per_tok": 7}, "num_experts_per_tok=7"),
+        ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False .* True"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
+        ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq=2"),
+        ("kimi_linear", {"attention_bias": True}, "attention_bias=True"),
+        ("kimi_linear", {"num_key_value_heads": 2}, "num_key_value_heads=2 .* num_attention_heads=4"),
+        ("kimi_linear", {"v_head_dim": 21}, "v_head_dim=21 .* at most .* 20"),
+        ("kimi_linear", {"qk_nope_head_dim": 13}, "qk_nope_head_dim=13 .* even"),
+        ("ling", {"kda_lower_bound": 1.0}, "kda_lower_bound=1.0 .* a negative number"),
+        ("ling", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='yarn'"),
     ],
 )
 def test_what_a_family_needs_beyond_its_plan_is_refused(kind: str, fields: dict[str, Any], words: str) -> None:
@@ -149,10 +170,16 @@ def test_what_a_family_needs_beyond_its_plan_is_refused(kind: str, fields: dict[
 
 
 def test_configs_of_publishers_say_the_same_in_other_words(tmp_path: Path) -> None:
-    """Nemotron's pattern, LFM2's lists of layers and Granite's older names of them."""
+    """Nemotron's pattern, lists of layers of LFM2 and Kimi-Linear, and Granite's older names of them."""
+    kda = {"full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4}
     for kind, dropped, given in (
         ("nemotron_h", ("layers_block_type", "layer_types"), {"hybrid_override_pattern": "ME*-ME"}),
         ("lfm2", ("layer_types",), {"full_attn_idxs": [1]}),
+        (
+            "kimi_linear",
+            ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"),
+            {"linear_attn_config": kda, "moe_router_activation_func": "sigmoid", "mla_use_nope": True},
+        ),
         ("granite4", ("layer_types",), {"layer_types": ["mamba", "attention", "mamba"]}),
     ):
         wanted = make_states(kind)
@@ -181,6 +208,7 @@ def test_the_mlp_of_lfm2_is_as_wide_as_its_config_adjusts_it() -> None:
         ("falcon_h1", "layers with attention and a state 1"),
         ("nemotron_h", "layers without an MLP, or with nothing else 1"),
         ("granite4_moe", "groups of recurrent heads 1"),
+        ("jamba", "layers with Mamba-1 1"),
     ],
 )
 def test_layers_that_ranks_cannot_split_are_refused(kind: str, words: str) -> None:
@@ -189,8 +217,22 @@ def test_layers_that_ranks_cannot_split_are_refused(kind: str, words: str) -> No
 
 
 @pytest.mark.parametrize(
-    "fields", [{"attends": False, "feeds": False}, {"state": ConvRule(8, 3)}, {"activation": "relu2"}]
+    "fields",
+    [
+        *({"attends": False, "feeds": False}, {"state": ConvRule(8, 3)}, {"activation": "relu2"}),
+        {"latent": LatentPlan(rank=8, q_rank=0, plain=8, shared=8, value=8), "head_dim": 8},
+    ],
 )
 def test_a_plan_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         LayerPlan(**fields)
+
+
+def test_an_mtp_layer_with_latent_attention_is_refused(tmp_path: Path) -> None:
+    make_states("ling").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file, {"format": "pt"})
+    target = resolve(tmp_path, role="target")
+    assert target.mtp
+    with pytest.raises(UnsupportedModel, match=r"latent attention of .* use a learned drafter"):
+        mtp_spec(target, tmp_path)
