@@ -111,7 +111,7 @@ def trees(arch: int) -> Calls:
 
 def tails(sizes: tuple[int, int, int], arch: int) -> Calls:
     """What lies between two attentions on sm_90."""
-    for rows in ROWS[plan.small_rows(Gpu((9, 0), 132)) :] if arch == 90 else ():
+    for rows in ROWS[plan.max_few_rows(Gpu((9, 0), 132)) :] if arch == 90 else ():
         yield f"{sizes[0]}, {sizes[1]} {rows}", partial(tail, *sizes, rows)
 
 

@@ -148,7 +148,7 @@ def sum_of_splits(acc, PAIRWISE: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
-def small_m_kernel(
+def few_rows_kernel(
     inputs,  # Rows of launch.py
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
     epilogue,  # Epilogue of launch.py
@@ -171,7 +171,7 @@ def small_m_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes R weight rows by BM rows of x in one CTA. This is the small-M kernel."""
+    """Computes R weight rows by BM rows of x in one CTA."""
     x_ptr, gamma_ptr, scale_ptr, eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])

@@ -13,10 +13,10 @@ from fastspec.kernels.common.launch import described, launch
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.gpu import gpu_of
 from fastspec.kernels.product import plan
-from fastspec.kernels.product.few_rows import small_m_kernel
-from fastspec.kernels.product.many_rows import large_m_kernel
+from fastspec.kernels.product.few_rows import few_rows_kernel
+from fastspec.kernels.product.many_rows import many_rows_kernel
 from fastspec.kernels.product.norm import norm_rows
-from fastspec.kernels.product.plan import Small, Split, Tile, Tma
+from fastspec.kernels.product.plan import FewRows, Split, Tile, Tma
 from fastspec.kernels.product.quantised import plan as quantised
 from fastspec.kernels.product.split_k import Parts, add_up, permuted_rows
 from fastspec.kernels.product.tma_sm90 import tma_kernel
@@ -142,7 +142,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         launch_tma_and_sum(tile, replace(call, x=regrouped), squares, pdl)
         return
     gamma = scale = None
-    if call.norm is not None and isinstance(tile, Small) and tile.rows <= plan.FUSED_ROWS:
+    if call.norm is not None and isinstance(tile, FewRows) and tile.rows <= plan.FUSED_ROWS:
         gamma = call.norm[0].view(torch.int32)
     elif call.norm is not None:
         x, scale = norm_rows(call.x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[call.x.dtype], pdl)
@@ -155,7 +155,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
     operands = (inputs, call.weight.words(), epilogue, rows, n)
     steps = plan.cdiv(k, split.split_k * split.k_tile)
-    if isinstance(tile, Small):
+    if isinstance(tile, FewRows):
         grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
         shape |= {
@@ -168,13 +168,13 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         }
         if (n, k) in plan.L1_FIRST:
             options["least_shared"] = 0
-        launch(small_m_kernel, grid, *operands, *numbers, loops, **shape, **options)
+        launch(few_rows_kernel, grid, *operands, *numbers, loops, **shape, **options)
         return
     grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows * tile.groups))
     turns = plan.cdiv(steps * (split.k_tile // plan.STEP), tile.depth)
     shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
     options |= {"num_warps": tile.warps}
-    launch(large_m_kernel, grid, *operands, *numbers, turns, **shape, **options)
+    launch(many_rows_kernel, grid, *operands, *numbers, turns, **shape, **options)
 
 
 def permuted_for(

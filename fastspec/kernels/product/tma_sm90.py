@@ -1,6 +1,6 @@
 """Packed product for 9 or more rows of x on sm_90. Weights and x are loaded through a TMA pipeline.
 
-Sums have the same terms in the same order as in the small-M kernel, so a row has the same bits. There, each of S warps
+Sums have the same terms in the same order as in the few-row kernel, so a row has the same bits. There, each of S warps
 takes every S-th K tile. Here, a CTA makes S passes over K, and adds their sums in the same order. With too few weight
 rows to fill the GPU, a CTA makes only one pass, or those that are added pairwise. It stores these sums in `parts`, and
 `split_k` adds them. With many weight rows and many rows of x, CTAs are persistent: they take several tiles, and load
@@ -63,7 +63,7 @@ def pieces_layout(R, warps, pieces=2):
 
 @gluon.jit
 def group_operand(words, DTYPE: gl.constexpr):
-    """Casts words [R, 32] to values [R, 64] such that products of 16 neighbours are those of the small-M kernel."""
+    """Casts words [R, 32] to values [R, 64] such that products of 16 neighbours are those of the few-row kernel."""
     runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
     flat = gl.reshape(runs, [words.shape[0], 32])
     low, high = flat.to(gl.int16), (flat >> 16).to(gl.int16)
