@@ -100,7 +100,7 @@ def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
         "stays": re.search(r"st\.global\.L1::evict_last\.L2::cache_hint", ptx) is not None,
         "waits": ptx.count("griddepcontrol.wait"),
         "single_stores": len(re.findall(r"st\.global[\w.:]*\.b16", ptx)),
-        "product": kernel in ("few_rows_kernel", "many_rows_kernel", "tma_kernel", "quantised_kernel"),
+        "product": kernel in ("few_rows_kernel", "many_rows_kernel", "tma_kernel"),
     }
     if not found["product"]:
         return found

@@ -60,16 +60,19 @@ class FewRows:
     """Launch of the few-row kernel.
 
     Attributes:
-        weight_rows, rows: rows of the weight and of x in one CTA.
-        depth, row_depth: K tiles of the weight and of x that are loaded ahead.
-        ahead: True if the squares for the norm are summed before the products.
+        weight_rows, rows: rows of the weight and of x in one CTA. With codes `rows` is 8 times a power of two.
+        depth, row_depth: K tiles of the weight and of x that are loaded ahead. row_depth 0, for codes only: x is loaded
+            when it is needed.
+        norms: True if the kernel can compute the norm before the product.
+        ahead: True if it sums the squares for the norm before the products.
     """
 
     weight_rows: int
     rows: int
     depth: int
     row_depth: int
-    ahead: bool
+    norms: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,32 @@ class Tma:
         return sizes + [0] * (3 - len(sizes))
 
 
-Tile = FewRows | ManyRows | Tma
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Launch of the TMA kernel of codes, on sm_90.
+
+    Attributes:
+        weight_rows, rows: rows of the weight and of x in one CTA.
+        warps: number of multiplying warps: one for each 16 weight rows.
+        stages: number of K tiles in shared memory.
+        splits: number of splits of K that a CTA sums. If not all, another kernel adds the partial sums.
+        registers: limit per thread.
+    """
+
+    weight_rows: int
+    rows: int
+    warps: int
+    stages: int
+    splits: int
+    registers: int
+
+
+Tile = FewRows | ManyRows | Tma | Wide
 # by kernel: the GPU on which its entries were measured; None: untested
-MEASURED_ON: dict[type, str | None] = {FewRows: "NVIDIA H200", Tma: "NVIDIA H200", ManyRows: None}
+MEASURED_ON: dict[type, str | None] = {
+    **{FewRows: "NVIDIA H200", Tma: "NVIDIA H200", Wide: "NVIDIA H100 and H200"},
+    ManyRows: None,
+}
 
 # by (N, K)
 SPLITS = {
@@ -261,7 +287,7 @@ def tile_of(
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
     if steps > LONG and split.k_tile == 64:
         depth = min(depth, 6)
-    return FewRows(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
+    return FewRows(weight_rows, block, min(depth, steps), min(row_depth, steps), block <= FUSED_ROWS, ahead)
 
 
 def max_few_rows(gpu: Gpu) -> int:

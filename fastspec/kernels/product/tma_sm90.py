@@ -320,8 +320,16 @@ def tma_kernel(
     eps,
     limit,
     out_stride,
-    SUMS: gl.constexpr,  # TmaSums of launch.py
-    TILE: gl.constexpr,  # TmaTile of launch.py
+    K: gl.constexpr,
+    S: gl.constexpr,
+    KT: gl.constexpr,
+    PAIRWISE: gl.constexpr,  # number of neighbouring splits that a CTA adds first
+    R: gl.constexpr,  # weight rows in shared memory: a power of two, because wgmma multiplies 64
+    OWN: gl.constexpr,  # weight rows that the CTA has; sums of the others are not stored
+    GROUP: gl.constexpr,  # rows of x in the first product
+    REST: gl.constexpr,  # rows of x in a second product; 0: no second one
+    STAGES: gl.constexpr,  # steps of K in shared memory
+    WARPS: gl.constexpr,  # number of multiplying warps
     GATED: gl.constexpr,
     REGROUP: gl.constexpr,  # True: out is regrouped as x is
     STAY: gl.constexpr,  # True: CTAs are persistent and take every num_programs-th tile
@@ -329,16 +337,6 @@ def tma_kernel(
     DTYPE: gl.constexpr,
 ):
     """Computes OWN weight rows by GROUP + REST rows of x. Sums all of K, or PAIRWISE splits if it stores parts."""
-    K: gl.constexpr = SUMS.K
-    S: gl.constexpr = SUMS.S
-    KT: gl.constexpr = SUMS.KT
-    PAIRWISE: gl.constexpr = SUMS.PAIRWISE
-    R: gl.constexpr = TILE.R
-    OWN: gl.constexpr = TILE.OWN
-    GROUP: gl.constexpr = TILE.GROUP
-    REST: gl.constexpr = TILE.REST
-    STAGES: gl.constexpr = TILE.STAGES
-    WARPS: gl.constexpr = TILE.WARPS
     K_TILE: gl.constexpr = KT // 2  # in words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128

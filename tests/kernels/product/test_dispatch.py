@@ -31,9 +31,9 @@ def modules(device: str, capability: tuple[int, int] = (9, 0), late: bool = True
         with simulated(capability, late) as found:
             yield found
     else:
-        from fastspec.kernels.product import argmax, dispatch, plan
+        from fastspec.kernels.product import dispatch, plan
 
-        yield SimpleNamespace(plan=plan, dispatch=dispatch, argmax=argmax)
+        yield SimpleNamespace(plan=plan, dispatch=dispatch)
 
 
 def case(
