@@ -81,7 +81,7 @@ def of_keys(launch: Launch) -> list[str]:
 
     Each is elements of a thread, threads of a warp, and warps, along the key.
     """
-    ttgir, keys = recorder.compiled(launch).asm["ttgir"], launch.constants["DIMS"][0]
+    ttgir, keys = recorder.compiled(launch).asm["ttgir"], launch.constants["KEY_DIM"]
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     wide = 1 << (keys - 1).bit_length()
     operands = re.findall(rf"\}}\) : \(tensor<\d+x{wide}xf32, (#\w+)>\) ->", ttgir)

@@ -219,7 +219,6 @@ def few_rows_kernel(
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * BM
     w_of, w_in = weight_offsets(tile, N, K, S, KT, R, FORM, GROUP, PER, w, T, RUNS)
-    w_at = starts_of(weight, tile.to(gl.int64), K, R, FORM, GROUP, PER)
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, UNIT // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)
     m = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, x))), 0), 1)
@@ -230,6 +229,7 @@ def few_rows_kernel(
     x_in = (T - 1) * S + s < K // KT
     if FORM == "values":
         x_in = (T - 1) * STEP + s * APART + k < K // 2  # K may end with half of a K tile
+    w_at = starts_of(weight, tile.to(gl.int64), K, R, FORM, GROUP, PER)
     x_at = (x_ptr + first_row.to(gl.int64) * (K // 2),)
     if gamma_ptr is not None:
         x_at = x_at + (gamma_ptr,)

@@ -207,8 +207,8 @@ def launch_tma(
     epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys, sums)
     eps = 0.0 if call.norm is None else call.norm[1]
     ends = squares if parts is None else None, epilogue, len(call.x), n, eps, call.limit, call.out_stride
-    options = {"GATED": call.gate, "REGROUP": regroup_out, "PDL": pdl, "WARPS": tile.warps, "num_warps": tile.warps}
-    options |= {"launch_pdl": pdl, "enable_fp_fusion": False, "maxnreg": tile.registers}
+    options: dict[str, Any] = {"GATED": call.gate, "REGROUP": regroup_out, "PDL": pdl, "WARPS": tile.warps}
+    options |= {"num_warps": tile.warps, "launch_pdl": pdl, "enable_fp_fusion": False, "maxnreg": tile.registers}
     if isinstance(tile, Tma):
         _launch_values(tile, call, ends, 1 if sums is None else len(sums), options)
     else:
@@ -274,8 +274,9 @@ def _launch_codes(tile: Wide, call: Call, ends: tuple[Any, ...], options: dict[s
         described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
         WeightParts(None, codes.factors, scales, zeros),
         *ends,
-        **{"K": k, "S": splits, "SPLITS": tile.splits, "FORM": codes.form, "GROUP": codes.group},
-        PAIRS=1 if codes.scales is None else codes.scales.shape[2],
+        **{"K": k, "S": splits, "SPLITS": tile.splits},
+        **{"GROUP": codes.group, "PAIRS": 1 if codes.scales is None else codes.scales.shape[2]},
+        FORM=codes.form,
         **{"R": tile.weight_rows, "BM": tile.rows, "STAGES": tile.stages},
         **options,
     )
