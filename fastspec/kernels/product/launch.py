@@ -207,13 +207,18 @@ def launch_tma(
     epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys, sums)
     eps = 0.0 if call.norm is None else call.norm[1]
     ends = squares if parts is None else None, epilogue, len(call.x), n, eps, call.limit, call.out_stride
-    options: dict[str, Any] = {"GATED": call.gate, "REGROUP": regroup_out, "PDL": pdl, "WARPS": tile.warps}
-    options |= {"num_warps": tile.warps, "launch_pdl": pdl, "enable_fp_fusion": False, "maxnreg": tile.registers}
     if isinstance(tile, Tma):
-        _launch_values(tile, call, ends, 1 if sums is None else len(sums), options)
+        _launch_values(tile, call, ends, 1 if sums is None else len(sums), regroup_out, pdl)
     else:
-        _launch_codes(tile, call, ends, options | {"RAISE": raise_out})
+        _launch_codes(tile, call, ends, regroup_out, raise_out, pdl)
     return parts
+
+
+def _tma_options(tile: Tma | Wide, call: Call, regroup_out: bool, pdl: bool) -> dict[str, Any]:
+    """Returns the constants and launch options that both TMA kernels have."""
+    constants = {"GATED": call.gate, "REGROUP": regroup_out, "PDL": pdl, "WARPS": tile.warps, "STAGES": tile.stages}
+    options = {"num_warps": tile.warps, "launch_pdl": pdl, "enable_fp_fusion": False, "maxnreg": tile.registers}
+    return {**constants, **options}
 
 
 def _parts_for(tile: Tma | Wide, call: Call) -> Parts | None:
@@ -231,13 +236,13 @@ def _parts_for(tile: Tma | Wide, call: Call) -> Parts | None:
     return Parts(sums, split.kernel_pairwise // tile.split_k)
 
 
-def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, options: dict[str, Any]) -> None:
+def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, regroup_out: bool, pdl: bool) -> None:
     """Launches the TMA kernel of values.
 
     Args:
         ends: the kernel's arguments from the squares on.
         shares: number of CTAs that share K.
-        options: constants and launch options that both TMA kernels have.
+        regroup_out, pdl: see `launch_tma`.
     """
     n, k = call.weight.shape
     split, words = split_for(call.weight), call.weight.words(n // 16, k // 4, 32)
@@ -249,14 +254,14 @@ def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, op
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
         *ends,
         **{"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "PAIRWISE": tile.split_k or split.pairwise},
-        **{"R": tile.room, "OWN": tile.weight_rows, "GROUP": tile.rows, "REST": tile.rest, "STAGES": tile.stages},
+        **{"R": tile.room, "OWN": tile.weight_rows, "GROUP": tile.rows, "REST": tile.rest},
         STAY=tile.programs is not None,
         DTYPE=GLUON_TYPE[call.x.dtype],
-        **options,
+        **_tma_options(tile, call, regroup_out, pdl),
     )
 
 
-def _launch_codes(tile: Wide, call: Call, ends: tuple[Any, ...], options: dict[str, Any]) -> None:
+def _launch_codes(tile: Wide, call: Call, ends: tuple[Any, ...], regroup_out: bool, raise_out: bool, pdl: bool) -> None:
     """Launches the TMA kernel of codes; see `_launch_values`."""
     codes = call.weight.codes
     assert codes is not None
@@ -277,6 +282,6 @@ def _launch_codes(tile: Wide, call: Call, ends: tuple[Any, ...], options: dict[s
         **{"K": k, "S": splits, "SPLITS": tile.splits},
         **{"GROUP": codes.group, "PAIRS": 1 if codes.scales is None else codes.scales.shape[2]},
         FORM=codes.form,
-        **{"R": tile.weight_rows, "BM": tile.rows, "STAGES": tile.stages},
-        **options,
+        **{"R": tile.weight_rows, "BM": tile.rows, "RAISE": raise_out},
+        **_tma_options(tile, call, regroup_out, pdl),
     )
