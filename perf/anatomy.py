@@ -34,8 +34,8 @@ KINDS = (
         "sampler",
         ("_distribution_kernel", "_processed_kernel", "_groups_kernel", "_draw", "softmax", "sort", "scan", "cumsum"),
     ),
-    ("product", ("quantised", "dequantise")),
-    ("product", ("small_m", "large_m", "tma_kernel", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
+    ("product", ("dequantise",)),
+    ("product", ("few_rows", "many_rows", "tma_kernel", "sum_kernel", "tile_", "fp32", "hopper", "prefill")),
     ("product", ("gemm", "gemv", "cutlass", "nvjet", "triton_")),  # of torch, cuBLAS and inductor
 )
 OTHER = "other"

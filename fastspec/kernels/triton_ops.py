@@ -33,8 +33,7 @@ from fastspec.kernels.lookup.dispatch import look_up
 from fastspec.kernels.norm import add_norm as add_norm_rows
 from fastspec.kernels.norm import norm as norm_rows
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.product.argmax import packed_argmax
-from fastspec.kernels.product.dispatch import packed_linear
+from fastspec.kernels.product.dispatch import packed_argmax, packed_linear
 from fastspec.kernels.product.launch import reads_raised
 from fastspec.kernels.product.layer_tail import layer_tail as packed_layer_tail
 from fastspec.kernels.product.layer_tail import runs_on_tma

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.gpu import has_pdl
-from fastspec.kernels.product.argmax import packed_argmax
-from fastspec.kernels.product.dispatch import packed_linear
+from fastspec.kernels.product.dispatch import packed_argmax, packed_linear
 from fastspec.kernels.triton_ops import TRITON_OPS
 from fastspec.shapes import UNTILED
 from perf import timing

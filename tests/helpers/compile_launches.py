@@ -81,7 +81,7 @@ def of_keys(launch: Launch) -> list[str]:
 
     Each is elements of a thread, threads of a warp, and warps, along the key.
     """
-    ttgir, keys = recorder.compiled(launch).asm["ttgir"], launch.constants["DIMS"][0]
+    ttgir, keys = recorder.compiled(launch).asm["ttgir"], launch.constants["KEY_DIM"]
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.MULTILINE))
     wide = 1 << (keys - 1).bit_length()
     operands = re.findall(rf"\}}\) : \(tensor<\d+x{wide}xf32, (#\w+)>\) ->", ttgir)
@@ -100,7 +100,7 @@ def packed_facts(kernel: str, ptx: str) -> dict[str, Any]:
         "stays": re.search(r"st\.global\.L1::evict_last\.L2::cache_hint", ptx) is not None,
         "waits": ptx.count("griddepcontrol.wait"),
         "single_stores": len(re.findall(r"st\.global[\w.:]*\.b16", ptx)),
-        "product": kernel in ("small_m_kernel", "large_m_kernel", "tma_kernel", "quantised_kernel"),
+        "product": kernel in ("few_rows_kernel", "many_rows_kernel", "tma_kernel"),
     }
     if not found["product"]:
         return found

@@ -33,19 +33,16 @@ MODULES = [
     "k_steps",
     "epilogue",
     "quantised/conversion",
+    "reader",
     "few_rows",
     "many_rows",
     "tma_sm90",
+    "quantised/wide_sm90",
     "norm",
     "split_k",
     "launch",
-    "quantised/loads",
-    "quantised/few_rows",
-    "quantised/wide_sm90",
-    "quantised/launch",
     "layer_tail",
     "dispatch",
-    "argmax",
 ]
 
 
@@ -145,20 +142,14 @@ def simulated(capability: tuple[int, int] = (9, 0), late: bool = True) -> Iterat
     """The modules of kernels/product by name, run by stand-ins, as on a GPU of `capability`."""
     with _loaded([f"product/{name}" for name in MODULES]) as modules:
         loaded = dict(zip([name.replace("/", "_") for name in MODULES], modules, strict=True))
-        for name in ("launch", "quantised_launch"):
-            loaded[name].gpu_of = lambda device: Gpu(capability, 132)
+        loaded["launch"].gpu_of = lambda device: Gpu(capability, 132)
         MACHINE.late = late
         yield SimpleNamespace(**loaded, plan=plan)
 
 
 def experts_in_codes() -> Any:
     """The kernel of experts/codes.py, for `launch`."""
-    products = [
-        "k_steps",
-        "epilogue",
-        "few_rows",
-        *(f"quantised/{name}" for name in ("conversion", "loads", "few_rows")),
-    ]
+    products = ["k_steps", "epilogue", "quantised/conversion", "reader"]
     with _loaded([*(f"product/{name}" for name in products), "experts/codes"]) as modules:
         return modules[-1].codes_kernel
 

@@ -32,16 +32,16 @@ KINDS = {
 
 @contextmanager
 def modules(device: str) -> Iterator[SimpleNamespace]:
-    """Dispatch, argmax, layers and the plan of quantised weights, run by stand-ins off the GPU."""
+    """Dispatch, layers and the plan of quantised weights, run by stand-ins off the GPU."""
     from fastspec.kernels.product.quantised import plan
 
     if device == "cpu":
         with simulated() as found:
-            yield SimpleNamespace(dispatch=found.dispatch, argmax=found.argmax, layer_tail=found.layer_tail, plan=plan)
+            yield SimpleNamespace(dispatch=found.dispatch, layer_tail=found.layer_tail, plan=plan)
     else:
-        from fastspec.kernels.product import argmax, dispatch, layer_tail
+        from fastspec.kernels.product import dispatch, layer_tail
 
-        yield SimpleNamespace(dispatch=dispatch, argmax=argmax, layer_tail=layer_tail, plan=plan)
+        yield SimpleNamespace(dispatch=dispatch, layer_tail=layer_tail, plan=plan)
 
 
 def kind_of(name: str, k: int) -> CodesKind:

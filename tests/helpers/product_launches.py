@@ -13,12 +13,10 @@ from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.embed import embed
 from fastspec.kernels.gpu import Gpu
 from fastspec.kernels.product import plan
-from fastspec.kernels.product.argmax import packed_argmax
-from fastspec.kernels.product.dispatch import packed_linear
-from fastspec.kernels.product.launch import Call
+from fastspec.kernels.product.dispatch import packed_argmax, packed_linear
+from fastspec.kernels.product.launch import Call, launch_tma, tile_for
 from fastspec.kernels.product.layer_tail import layer_tail
 from fastspec.kernels.product.prefill import prefill_linear
-from fastspec.kernels.product.quantised.launch import launch_wide, tile_for
 from fastspec.kernels.product.quantised.prompts import dequantise
 from tests.helpers.packed_codes import KINDS, unfilled
 from tests.helpers.recorder import BF16, F32, I64, Calls, on_meta
@@ -111,7 +109,7 @@ def trees(arch: int) -> Calls:
 
 def tails(sizes: tuple[int, int, int], arch: int) -> Calls:
     """What lies between two attentions on sm_90."""
-    for rows in ROWS[plan.small_rows(Gpu((9, 0), 132)) :] if arch == 90 else ():
+    for rows in ROWS[plan.max_few_rows(Gpu((9, 0), 132)) :] if arch == 90 else ():
         yield f"{sizes[0]}, {sizes[1]} {rows}", partial(tail, *sizes, rows)
 
 
@@ -157,7 +155,7 @@ def _raised(weight: Weight, rows: int) -> object:
     n, k = weight.shape
     call = Call(on_meta((rows, k)), weight, on_meta((rows, n // 2)), gated=True)
     tile: Any = tile_for(weight, rows, whole=True)
-    return launch_wide(tile, call, None, True, regroup_out=True, raise_out=True)
+    return launch_tma(tile, call, None, True, regroup_out=True, raise_out=True)
 
 
 def _quantised(name: str, n: int, k: int, fused: str, rows: int, pdl: bool) -> object:

@@ -67,6 +67,19 @@ def parameters(node: Function) -> int:
     return count
 
 
+def packed_constants(source: str) -> set[str]:
+    """Constexpr parameters of device functions that are read by place or by field: each should be several."""
+    found = set()
+    for node in functions(source):
+        kinds = {each.arg: ast.unparse(each.annotation) for each in node.args.args if each.annotation is not None}
+        names = {name for name, kind in kinds.items() if kind.endswith("constexpr")}
+        for each in ast.walk(node):
+            by_field = isinstance(each, ast.Attribute) and each.attr.isupper()
+            if (by_field or isinstance(each, ast.Subscript)) and isinstance(each.value, ast.Name):
+                found |= {each.value.id} & names
+    return found
+
+
 def without_docstring(source: str) -> list[str]:
     """Public functions and classes of some length without a docstring, but for overrides and device code."""
     found = []
@@ -154,6 +167,12 @@ def test_what_is_public_and_long_has_a_docstring(path: Path) -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
 def test_no_module_of_ours_is_imported_by_a_string(path: Path) -> None:
     assert modules_by_string(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "kernels").rglob("*.py")), ids=relative)
+def test_a_constexpr_is_one_fact(path: Path) -> None:
+    # the table of sizes of splits is one fact: rows of a kind
+    assert packed_constants(path.read_text(encoding="utf-8")) <= {"SPLIT_SIZES"}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
@@ -259,3 +278,6 @@ def test_planted_offences_are_found() -> None:
     assert parameters(typed) == 0
     (kernel,) = functions("@triton.jit\ndef f(): ...")
     assert on_device(kernel)
+    for packed in ("SIZES.ROWS", "SIZES[0]"):
+        assert packed_constants(f"def f(SIZES: tl.constexpr): return {packed}") == {"SIZES"}
+    assert packed_constants("def f(x, DTYPE: gl.constexpr): return DTYPE.primitive_bitwidth, x[0]") == set()

@@ -22,7 +22,7 @@ from tests.helpers.modules import exchange
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-PRODUCTS = {"small_m_kernel", "tma_kernel", "large_m_kernel", "tile_kernel"}
+PRODUCTS = {"few_rows_kernel", "tma_kernel", "many_rows_kernel", "tile_kernel"}
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}  # which can be packed
 
 
@@ -85,7 +85,7 @@ def test_wrappers_take_what_the_engine_gives(
     compile_all(make_checkpoint(tmp_path, family, **SIZES), dtype, (0, 4), 8, 300)
     assert {"_embed_kernel", "_feed_kernel", "_verify_kernel", "_end_kernel"} <= set(launched)
     assert "_publish_kernel" not in launched  # what ends a step publishes, log-probabilities too
-    products = {"small_m_kernel", *(("tma_kernel", "sum_kernel") if capability == (9, 0) else ("large_m_kernel",))}
+    products = {"few_rows_kernel", *(("tma_kernel", "sum_kernel") if capability == (9, 0) else ("many_rows_kernel",))}
     assert (products <= set(launched)) == (dtype.itemsize == 2)
     assert ({"fp32_kernel", "fp32_argmax_kernel"} <= set(launched)) == (dtype.itemsize == 4)
     assert ("fragment_kernel" in launched) == (dtype.itemsize == 2 and capability == (9, 0))

@@ -93,11 +93,11 @@ def test_a_launch_within_a_launch_is_one() -> None:
 
 # names as Triton gives them; (name, start, duration)
 STEP = [
-    ("_feed_kernel", 0, 1), ("_embed_kernel", 1, 1), ("small_m_kernel", 2, 5), ("fragment_kernel", 7, 2),
-    ("small_m_kernel", 9, 6),
-    ("_feed_kernel", 15, 1), ("small_m_kernel", 16, 5), ("small_m_kernel", 21, 6),
-    ("_feed_kernel", 27, 1), ("norm_kernel", 28, 1), ("large_m_kernel", 29, 20),
-    ("_flash_kernel", 49, 4), ("large_m_kernel", 53, 30),
+    ("_feed_kernel", 0, 1), ("_embed_kernel", 1, 1), ("few_rows_kernel", 2, 5), ("fragment_kernel", 7, 2),
+    ("few_rows_kernel", 9, 6),
+    ("_feed_kernel", 15, 1), ("few_rows_kernel", 16, 5), ("few_rows_kernel", 21, 6),
+    ("_feed_kernel", 27, 1), ("norm_kernel", 28, 1), ("many_rows_kernel", 29, 20),
+    ("_flash_kernel", 49, 4), ("many_rows_kernel", 53, 30),
     ("_verify_kernel", 83, 7),
 ]  # fmt: skip
 
@@ -112,7 +112,7 @@ def test_a_step_is_taken_apart_by_its_kernels() -> None:
     assert anatomy(of_chrome(events))["draft_pass_us"] is None  # kernels that nobody knows
     assert kind_of("triton_red_fused_0") == "product"
     assert kind_of("_groups_kernel") == kind_of("_distribution_kernel") == "sampler"
-    assert kind_of("tma_kernel") == kind_of("sum_kernel") == kind_of("small_m_kernel") == "product"
+    assert kind_of("tma_kernel") == kind_of("sum_kernel") == kind_of("few_rows_kernel") == "product"
     assert kind_of("norm_kernel") == kind_of("regroup_kernel") == "norm"
     assert kind_of("elementwise") == "other"
 
@@ -120,7 +120,7 @@ def test_a_step_is_taken_apart_by_its_kernels() -> None:
 def test_every_kernel_of_ours_has_a_kind() -> None:
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "fastspec" / "kernels").rglob("*.py")]
     launched = {name for text in sources for name in re.findall(r"\blaunch\(\s*(\w+_kernel)\b", text)}
-    assert {"_feed_kernel", "small_m_kernel", "_verify_kernel"} <= launched
+    assert {"_feed_kernel", "few_rows_kernel", "_verify_kernel"} <= launched
     assert [name for name in sorted(launched) if kind_of(name) == OTHER] == []  # perf.anatomy.KINDS names them
 
 

@@ -384,10 +384,10 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Launc
     keys = TMA_TILE_KEYS[sizes.dim]
     ctas_per_sm, pipeline = TMA_PIPELINES[tiles > MAX_DEEP_TILES]
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim}
-    constants |= {"KEYS": keys, "STAGES": (pipeline // (keys * sizes.dim * 2), 0)}
+    constants |= {"KEYS": keys, "STAGES": pipeline // (keys * sizes.dim * 2), "CONVERTED": 0}
     if narrow:
-        ctas_per_sm, *stages = NARROW_PIPELINES[tiles * splits > 2 * gpu.sms]
-        constants |= {"STAGES": tuple(stages)}
+        ctas_per_sm, stages, converted = NARROW_PIPELINES[tiles * splits > 2 * gpu.sms]
+        constants |= {"STAGES": stages, "CONVERTED": converted}
     grid = tiles, min(splits, ctas_of_late_tile(tiles, ctas_per_sm * gpu.sms))
     return LaunchPlan("shares_kernel", grid, constants, {"num_warps": TMA_WARPS, "maxnreg": TMA_REGISTERS})
 

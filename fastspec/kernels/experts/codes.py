@@ -7,7 +7,7 @@ take every S-th chunk of 128 values of K. A lane's 16 bytes are 16 or 32 codes o
     warp     | 0                   | 1       | ... | S-1       | 0       | ...
 
 Codes of mxfp4 are multiplied by their scale, a power of two, before the product. The other forms are those of
-`product.quantised.few_rows`, with the same conversion and the same sums. The weights of a last chunk that reaches
+`product.reader`, with the same conversion and the same sums. The weights of a last chunk that reaches
 beyond K are padding, and x counts as zero there.
 
 Row invariance: an element consists of S sums, each in ascending order of k, which are then added in order. A pair's
@@ -28,44 +28,30 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.gluon_compat import thread_barrier
 from fastspec.kernels.product.epilogue import (
     column_layout,
+    sum_of_splits,
     times_gamma,
     weight_numbers,
     weight_operand,
 )
-from fastspec.kernels.product.few_rows import sum_of_splits, words_at
-from fastspec.kernels.product.quantised.conversion import (
-    code_halves,
-    joined_halves,
-    offset_of,
-    ones,
-    rows_of,
-    words_layout,
+from fastspec.kernels.product.quantised.conversion import code_halves, joined_halves, offset_of, ones, words_layout
+from fastspec.kernels.product.reader import (
+    block_sums,
+    k_tile_of,
+    less_offset,
+    no_sums,
+    operands_of,
+    scales_of,
+    starts_of,
+    unit_of,
+    weight_offsets,
+    words_at,
 )
-from fastspec.kernels.product.quantised.few_rows import block_sums, less_offset, no_sums, operands_of, unit_of
-from fastspec.kernels.product.quantised.loads import groups_of, k_tile_of, pieces_of, starts_of, weight_offsets
 
 BLOCK = gl.constexpr(8)  # pairs per product
 CHUNK = gl.constexpr(128)  # values of K
 TIMES = gl.constexpr(2.0**62)  # sums of mxfp4 are 2^-62 too small: codes as bf16 by 2^-126, scales 2^64 too large
 PIECE = gl.constexpr(256)  # words of 16 rows in a chunk
 BOTH = gl.constexpr(0x00800080)  # multiplied by an exponent it gives a pair of bf16 with that exponent
-
-
-class ExpertOperands(NamedTuple):
-    """Operands of a product.
-
-    Attributes:
-        x: int32 words [R, K / 2] of bf16, or a row for each pair.
-        words: codes of an `ExpertStack`.
-        scales: its exponents (mxfp4), or scales of `PackedCodes`.
-        factors, zeros: those of `PackedCodes`. None for mxfp4.
-    """
-
-    x: Any
-    words: Any
-    scales: Any
-    factors: Any
-    zeros: Any
 
 
 class ExpertEpilogue(NamedTuple):
@@ -102,19 +88,16 @@ def _scaled(pairs, scales, i: gl.constexpr):
 @gluon.jit
 def _operands(chunk, left: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):
     """Builds the left operands [S, R, UNIT] of a chunk, and the scales [S, R, 1] of the sums of its groups."""
-    factors = ()
     if FORM == "mxfp4":
         codes, scales = chunk
         first, second = code_halves(codes, "fp4", 0)
         third, fourth = code_halves(codes, "fp4", 1)
         low = joined_halves(_scaled(first, scales, 0), _scaled(second, scales, 1))
         high = joined_halves(_scaled(third, scales, 2), _scaled(fourth, scales, 3))
-        units = (weight_operand(low, gl.bfloat16, left), weight_operand(high, gl.bfloat16, left))
+        return (weight_operand(low, gl.bfloat16, left), weight_operand(high, gl.bfloat16, left)), ()
     else:
-        for g in gl.static_range(groups_of(CHUNK, FORM, GROUP)):
-            factors = factors + (rows_of(chunk[pieces_of(CHUNK, FORM) + g], gl.float16, mma),)
-        units = operands_of(chunk, left, FORM, GROUP, CHUNK, unit_of(FORM, GROUP))
-    return units, factors
+        factors = scales_of(chunk, mma, FORM, GROUP, CHUNK)
+        return operands_of(chunk, left, FORM, GROUP, CHUNK, gl.bfloat16), factors
 
 
 @gluon.jit
@@ -171,7 +154,8 @@ def _write(
 
 @gluon.jit
 def codes_kernel(
-    operands,  # ExpertOperands
+    x_ptr,  # int32 words [R, K / 2] of bf16, or a row for each pair
+    weight,  # WeightParts: codes of an `ExpertStack`, with scales and factors of `PackedCodes`, or exponents of mxfp4
     chosen,  # Chosen of products.py
     epilogue,  # ExpertEpilogue
     alpha,
@@ -208,20 +192,20 @@ def codes_kernel(
         expert, first, count = gl.load(at), gl.load(at + 1), gl.load(at + 2)
     if count > 0:
         _multiply(
-            operands, chosen, epilogue, alpha, limit, tile, expert, first, count,
+            x_ptr, weight, chosen, epilogue, alpha, limit, tile, expert, first, count,
             N, K, S, R, BLOCKS, D, CHOSEN, OF_PAIRS, GATED, ACTIVATION, FORM, GROUP, PER, PDL,
         )  # fmt: skip
 
 
 @gluon.jit
 def _multiply(
-    operands, chosen, epilogue, alpha, limit, tile, expert, first, count,
+    x_ptr, weight, chosen, epilogue, alpha, limit, tile, expert, first, count,
     N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr, BLOCKS: gl.constexpr, D: gl.constexpr,
     CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, FORM: gl.constexpr,
     GROUP: gl.constexpr, PER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """Runs a CTA that has pairs."""
-    UNIT: gl.constexpr = unit_of(FORM, GROUP)
+    UNIT: gl.constexpr = unit_of(FORM, GROUP, CHUNK)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, UNIT // 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, UNIT // 8)
@@ -231,7 +215,7 @@ def _multiply(
     RAGGED: gl.constexpr = K % (CHUNK * S) != 0
     OWN_SUM: gl.constexpr = GROUP == 0 and offset_of(FORM) > 0  # True: x is summed over all of K
 
-    at, of, inside = _weights(operands, tile, expert, N, K, S, R, FORM, GROUP, PER)
+    at, of, inside = _weights(weight, tile, expert, N, K, S, R, FORM, GROUP, PER)
     ws = ()
     for i in gl.static_range(min(D, T)):
         ws = ws + (_chunk(at, of, i, inside, RAGGED and i == T - 1, S, FORM, GROUP, PER),)
@@ -249,7 +233,7 @@ def _multiply(
         pair = _pair_of(chosen, first, count, b * BLOCK + m)
         row = pair if OF_PAIRS else pair // CHOSEN
         rows = rows + (gl.expand_dims(gl.expand_dims(row, 0), 1) * (K // 2) + word,)
-    sums = no_sums(S, R, BLOCKS, OWN_SUM, mma)
+    sums = no_sums(S, R, BLOCK, BLOCKS, OWN_SUM, mma)
     ones_of = ()
     if offset_of(FORM) > 0:
         ones_of = weight_operand(ones(S, words_layout(S, 16)), gl.bfloat16, left)
@@ -264,8 +248,8 @@ def _multiply(
             for u in gl.static_range(CHUNK // UNIT):
                 next_word = i * (S * CHUNK // 2) + u * (UNIT // 2)
                 there = word + next_word < K // 2
-                words = words + (words_at(operands.x, rows[b] + next_word, there, RAGGED and i == T - 1, ""),)
-            new = new + (block_sums(sums[b], units, words, factors, ones_of, right, FORM),)
+                words = words + (words_at(x_ptr, rows[b] + next_word, there, RAGGED and i == T - 1, ""),)
+            new = new + (block_sums(sums[b], units, words, factors, ones_of, right, FORM, gl.bfloat16),)
         sums = new
 
     for b in gl.static_range(BLOCKS):
@@ -276,14 +260,14 @@ def _multiply(
         if FORM == "mxfp4":
             total = total * TIMES
         else:
-            total = total * gl.load(operands.factors + (expert * N + weight_numbers(total, tile * R, 16, 8)))
+            total = total * gl.load(weight.factors + (expert * N + weight_numbers(total, tile * R, 16, 8)))
         j = b * BLOCK + gl.arange(0, BLOCK, layout=column_layout(total.type.layout))
         pair = _pair_of(chosen, first, count, j)
         _write(total, tile, expert, pair, j < count, epilogue, alpha, limit, N, R, GATED, ACTIVATION)
 
 
 @gluon.jit
-def _weights(operands, tile, expert, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
+def _weights(weight, tile, expert, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
              FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
     """Returns the addresses of a tile's codes and scales, offsets from them, and masks for a ragged last chunk."""
     w: gl.constexpr = words_layout(S, R)
@@ -297,9 +281,9 @@ def _weights(operands, tile, expert, N: gl.constexpr, K: gl.constexpr, S: gl.con
         scales_of = (group * CHUNKS + s) * 16 + r % 16
         there = (T - 1) * S + s < CHUNKS
         before = expert.to(gl.int64) * (N * CHUNKS)
-        at = (operands.words + before * 16, operands.scales + before)
+        at = (weight.words + before * 16, weight.scales + before)
         return at, (gl.expand_dims(scales_of, 2) * 16 + k, scales_of), (gl.expand_dims(there, 2), there)
     else:
         of, inside = weight_offsets(tile, N, CHUNKS * CHUNK, S, CHUNK, R, FORM, GROUP, PER, w, T)
         first_tile = expert.to(gl.int64) * (N // R) + tile
-        return starts_of(operands, first_tile, CHUNKS * CHUNK, R, FORM, GROUP, PER), of, inside
+        return starts_of(weight, first_tile, CHUNKS * CHUNK, R, FORM, GROUP, PER), of, inside

@@ -13,10 +13,11 @@ from fastspec.kernels.common.checks import check
 from fastspec.kernels.common.codes import CodesKind
 from fastspec.kernels.common.experts import ExpertStack, ExpertWeights, can_stack_codes
 from fastspec.kernels.common.launch import launch
-from fastspec.kernels.experts.codes import ExpertEpilogue, ExpertOperands, codes_kernel
+from fastspec.kernels.experts.codes import ExpertEpilogue, codes_kernel
 from fastspec.kernels.experts.lists import lists_of
 from fastspec.kernels.experts.products import Chosen, Norm, Stack, expert_kernel, sum_kernel
 from fastspec.kernels.gpu import generation_of
+from fastspec.kernels.product.reader import WeightParts, parts_of_codes
 from fastspec.shapes import ClampedGate, SquaredRelu
 
 
@@ -210,9 +211,9 @@ def _product(
     options: dict[str, Any] = {"K": k, "CHOSEN": chosen, "GATED": gated, "ACTIVATION": activation}
     options |= {"OF_PAIRS": of_pairs}
     if isinstance(tile, CodesTile):
-        operands, form = _operands_of(x, stack)
+        parts, form = _parts_of(stack)
         launch(
-            codes_kernel, (n // CODES_ROWS, tiles), operands, of, ExpertEpilogue(bias, out), *clamp,
+            codes_kernel, (n // CODES_ROWS, tiles), x.view(torch.int32), parts, of, ExpertEpilogue(bias, out), *clamp,
             N=n, S=SPLIT_K, R=CODES_ROWS, BLOCKS=tile.rows // 8, D=tile.depth, **form, **options,
             num_warps=SPLIT_K, enable_fp_fusion=False,
         )  # fmt: skip
@@ -227,11 +228,8 @@ def _product(
     return out
 
 
-def _operands_of(x: Tensor, stack: ExpertStack) -> tuple[ExpertOperands, dict[str, Any]]:
-    """Returns the operands of `codes_kernel`, and the constants that name the form of the codes."""
-    words, codes = x.view(torch.int32), stack.codes
-    if codes is None:
-        return ExpertOperands(words, stack.data, stack.scales, None, None), {"FORM": "mxfp4", "GROUP": 0, "PER": 0}
-    per = 0 if codes.scales is None else codes.scales[0, 0].numel()
-    operands = ExpertOperands(words, codes.words, codes.scales, codes.factors, codes.zeros)
-    return operands, {"FORM": codes.form, "GROUP": codes.group, "PER": per}
+def _parts_of(stack: ExpertStack) -> tuple[WeightParts, dict[str, Any]]:
+    """Returns the tensors that `codes_kernel` reads, and the constants that name the form of the codes."""
+    if stack.codes is None:
+        return WeightParts(stack.data, scales=stack.scales), {"FORM": "mxfp4", "GROUP": 0, "PER": 0}
+    return parts_of_codes(stack.codes)

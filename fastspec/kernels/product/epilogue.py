@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from fastspec.kernels.common.gluon_compat import thread_barrier
-from fastspec.kernels.product.k_steps import in_order
+from fastspec.kernels.product.k_steps import by_groups, in_order
 
 # for results that the next kernel reads: they stay in L2 while weights stream through it, and are not written to device
 # memory
@@ -141,6 +141,23 @@ def plus(sums, accs):
 def added_up(x):
     """Sums [A, n] to [A] from the first to the last. One thread has all of n in its registers."""
     return in_order(apart(x))
+
+
+@gluon.jit
+def sum_of_splits(acc, PAIRWISE: gl.constexpr):
+    """Adds the sums [S, R, BM] of S warps. First adds each PAIRWISE neighbouring sums, then these results in order.
+
+    Returns [R / 16, 2, 8, BM].
+    """
+    S: gl.constexpr = acc.shape[0]
+    R: gl.constexpr = acc.shape[1]
+    BM: gl.constexpr = acc.shape[2]
+    splits = gl.reshape(acc, [S, R // 16, 2, 8, BM])
+    if S > 1:
+        merged: gl.constexpr = gl.BlockedLayout([S, 1, 2, 1, 1], [1, 1, 1, 8, 4], [1, 1, 1, 1, S], [0, 2, 3, 4, 1])
+        splits = gl.convert_layout(splits, merged)
+    flat = gl.reshape(gl.permute(splits, (1, 2, 3, 4, 0)), [R * BM, S])
+    return gl.reshape(by_groups(apart(flat), PAIRWISE), [R // 16, 2, 8, BM])
 
 
 @gluon.constexpr_function

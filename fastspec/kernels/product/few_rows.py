@@ -1,9 +1,14 @@
-"""Packed product for up to 16 rows of x (more in blocks of rows): operands go from memory to registers, warps split K.
+"""Packed product for few rows of x: operands go from memory to registers, warps split K.
 
-A CTA has R weight rows. S warps take the K tiles of KT values in turn. A lane loads 16 contiguous bytes of a K tile,
-which are its operands of the tensor core. Weights and x do not pass through shared memory. D K tiles of weights are
-loaded before the kernel waits for the previous kernel. With a norm, the squares of x are summed during the products, or
-AHEAD of them, while the first weights are loaded.
+A CTA has R weight rows by BM rows of x. S warps take the K tiles of KT values in turn. A lane loads 16 contiguous bytes
+of a K tile: operands of the tensor core, or codes that it converts to operands (see reader.py). Weights and x do not
+pass through shared memory. D K tiles of weights are loaded before the kernel waits for the previous kernel.
+
+With a norm, the squares of x are summed during the products, or AHEAD of them, while the first weights are loaded.
+Before products with codes another kernel computes the norm.
+
+Row invariance: an element consists of S sums over every S-th K tile, each in ascending order. They are then added in
+order. A row's bits depend neither on the number of rows nor on the row's index.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -12,61 +17,77 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.product.epilogue import (
     add_squares,
     added_up,
     addends,
-    apart,
     enter_keys,
     folded,
     loaded_factor,
     no_squares,
     root_scale,
     row_factor,
-    row_operand,
+    sum_of_splits,
     times_gamma,
+    weight_numbers,
     weight_operand,
     write_argmax,
     write_tile,
 )
-from fastspec.kernels.product.k_steps import by_groups
+from fastspec.kernels.product.quantised.conversion import offset_of, ones, words_layout
+from fastspec.kernels.product.reader import (
+    block_of,
+    block_sums,
+    groups_of,
+    k_tile_of,
+    less_offset,
+    moved,
+    no_sums,
+    operands_of,
+    rows_in,
+    scales_of,
+    starts_of,
+    unit_of,
+    weight_offsets,
+    words_at,
+)
 
 UNROLLED = gl.constexpr(16)  # with more K tiles than this, the loop over them is not unrolled
+# the same if groups have sums or there are many rows: the assembler would start all iterations at once
+UNROLLED_LESS = gl.constexpr(4)
 SQUARED = gl.constexpr(4)  # K tiles of x that are loaded ahead while their squares are summed
 
 
 @gluon.jit
-def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
-    """Loads words at offsets `of` from `at`. Zero where `k` is beyond K in a ragged last K tile."""
-    if ragged:
-        return gl.load(at + of, mask=k, other=0, eviction_policy=policy)
-    else:
-        return gl.load(at + of, eviction_policy=policy)
+def _rows(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr,
+          BLOCKS: gl.constexpr):  # fmt: skip
+    """Loads words of x of a K tile: of each block and unit. With a norm also those of gamma."""
+    rows = ()
+    for b in gl.static_range(BLOCKS):
+        rows = rows + rows_in(at[0], of[b], first, inside, RAGGED, KT, UNIT)
+    if len(at) == 2:
+        rows = rows + (words_at(at[1], of[BLOCKS] + first, inside, RAGGED, ""),)
+    return rows
 
 
 @gluon.jit
-def _weights(at, of, first: gl.constexpr, k, ragged: gl.constexpr):
-    return words_at(at[0], of[0] + first * 16, k, ragged, "evict_first")
-
-
-@gluon.jit
-def _rows(at, of, first: gl.constexpr, k, ragged: gl.constexpr):
-    """Loads words of x; with a norm also those of gamma."""
-    if len(at) == 3:
-        return words_at(at[1], of[1] + first, k, ragged, ""), words_at(at[2], of[2] + first, k, ragged, "")
+def _first_of(some):
+    """Returns the first element of a tuple. An empty tuple for an empty one."""
+    if len(some) == 0:
+        return ()
     else:
-        return (words_at(at[1], of[1] + first, k, ragged, ""),)
+        return some[0]
 
 
 @gluon.jit
 def _moved(at, words: gl.constexpr):
-    if len(at) == 3:
-        return at[0] + words * 16, at[1] + words, at[2] + words
-    else:
-        return at[0] + words * 16, at[1] + words
+    """Moves the addresses of x and of gamma."""
+    found = ()
+    for i in gl.static_range(len(at)):
+        found = found + (at[i] + words,)
+    return found
 
 
 @gluon.jit
@@ -118,39 +139,38 @@ def _next_squares(total, at, of, k, STEP: gl.constexpr, N: gl.constexpr, RAGGED:
 
 
 @gluon.jit
-def _step(sums, weight, inputs, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """Processes one K tile. Adds weight rows^T to sums[0], and the squares of the rows to sums[1], if there is one."""
-    rows = inputs[0]
-    if len(inputs) == 2:
-        rows = times_gamma(inputs[0], inputs[1], DTYPE)
-    acc = mma_v2(weight_operand(weight, DTYPE, left), row_operand(rows, DTYPE, right), sums[0])
-    if len(sums) == 2:
-        return acc, add_squares(sums[1], _runs(inputs[0]), DTYPE)
-    else:
-        return (acc,)
+def _step(
+    sums, squares, k_tile, rows, x_at, x_of, x_in, ones_of, left: gl.constexpr, right: gl.constexpr, FORM: gl.constexpr,
+    GROUP: gl.constexpr, KT: gl.constexpr, FIRST: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr,
+):  # fmt: skip
+    """Multiplies one K tile with all rows of x. Codes are converted once for all of them.
 
-
-@gluon.jit
-def sum_of_splits(acc, PAIRWISE: gl.constexpr):
-    """Adds the sums [S, R, BM] of S warps. First adds each PAIRWISE neighbouring sums, then these results in order.
-
-    Returns [R / 16, 2, 8, BM].
+    Adds to the sums of each block, and the squares of the rows to `squares`, if there are any. rows: words that were
+    loaded ahead. Empty: words of each block are loaded when they are needed.
     """
-    S: gl.constexpr = acc.shape[0]
-    R: gl.constexpr = acc.shape[1]
-    BM: gl.constexpr = acc.shape[2]
-    splits = gl.reshape(acc, [S, R // 16, 2, 8, BM])
-    if S > 1:
-        merged: gl.constexpr = gl.BlockedLayout([S, 1, 2, 1, 1], [1, 1, 1, 8, 4], [1, 1, 1, 1, S], [0, 2, 3, 4, 1])
-        splits = gl.convert_layout(splits, merged)
-    flat = gl.reshape(gl.permute(splits, (1, 2, 3, 4, 0)), [R * BM, S])
-    return gl.reshape(by_groups(apart(flat), PAIRWISE), [R // 16, 2, 8, BM])
+    UNIT: gl.constexpr = unit_of(FORM, GROUP, KT)
+    UNITS: gl.constexpr = KT // UNIT
+    mma: gl.constexpr = sums[0][0].type.layout
+    units = operands_of(k_tile, left, FORM, GROUP, KT, DTYPE)
+    scales = scales_of(k_tile, mma, FORM, GROUP, KT)
+    found = ()
+    for b in gl.static_range(len(sums)):
+        if len(rows) == 0:
+            block = rows_in(x_at[0], x_of[b], FIRST, x_in, RAGGED, KT, UNIT)
+        elif len(x_at) == 2:
+            block = (times_gamma(rows[0], rows[1], DTYPE),)
+        else:
+            block = rows[b * UNITS : (b + 1) * UNITS]
+        found = found + (block_sums(sums[b], units, block, scales, ones_of, right, FORM, DTYPE),)
+    if len(squares) == 1:
+        squares = (add_squares(squares[0], _runs(rows[0]), DTYPE),)
+    return found, squares
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "loops"])
-def small_m_kernel(
+def few_rows_kernel(
     inputs,  # Rows of launch.py
-    weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
+    weight,  # WeightParts of reader.py
     epilogue,  # Epilogue of launch.py
     M,
     N,
@@ -165,91 +185,133 @@ def small_m_kernel(
     R: gl.constexpr,
     BM: gl.constexpr,
     D: gl.constexpr,  # number of K tiles of weights loaded ahead
-    XD: gl.constexpr,  # number of K tiles of x loaded ahead
+    XD: gl.constexpr,  # number of K tiles of x loaded ahead; 0 with codes: none
     AHEAD: gl.constexpr,
+    FORM: gl.constexpr,  # "values", or the form of codes, see `code_packing`
+    GROUP: gl.constexpr,  # values of K that share a scale; 0: all
+    PER: gl.constexpr,  # words of scales per tile and group; for fp4 per 128 values of K
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes R weight rows by BM rows of x in one CTA. This is the small-M kernel."""
+    """Computes R weight rows by BM rows of x in one CTA."""
     x_ptr, gamma_ptr, scale_ptr, eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
+    UNIT: gl.constexpr = unit_of(FORM, GROUP, KT)
+    BLOCK: gl.constexpr = block_of(FORM, BM)
+    BLOCKS: gl.constexpr = BM // BLOCK
+    LANE: gl.constexpr = min(8, UNIT // 8)  # contiguous values of a lane's operand
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
-    right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
-    w: gl.constexpr = gl.DotOperandLayout(0, mma, 4)  # in words, so half as many are contiguous
-    x: gl.constexpr = gl.DotOperandLayout(1, mma, 4)
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, LANE)
+    right: gl.constexpr = gl.DotOperandLayout(1, mma, LANE)
+    # in words, so half as many are contiguous
+    w: gl.constexpr = gl.DotOperandLayout(0, mma, 4) if FORM == "values" else words_layout(S, R)
+    x: gl.constexpr = gl.DotOperandLayout(1, mma, LANE // 2)
     W: gl.constexpr = KT // 2
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
     RAGGED: gl.constexpr = K % (S * KT) != 0
     RUNS: gl.constexpr = PAIRWISE == 0  # True: the K tiles of a warp are neighbours
-    STEP: gl.constexpr = W if RUNS else S * W
+    NEXT: gl.constexpr = 1 if RUNS else S  # K tiles from one of a warp to its next
+    STEP: gl.constexpr = NEXT * W
     APART: gl.constexpr = T * W if RUNS else W  # words between the first K tiles of two warps
+    OWN_SUM: gl.constexpr = GROUP == 0 and offset_of(FORM) > 0  # True: x is summed over all of K
 
     tile = gl.program_id(0)
     first_row = gl.program_id(1) * BM
-    s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, w))), 1), 2)
-    r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, w))), 0), 2)
-    k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, w))), 0), 1)
-    group = gl.minimum(tile * (R // 16) + r // 16, N // 16 - 1) - tile * (R // 16)
-    of = (group * (8 * K) + (s * (APART * 16) + k // 16 * 256 + r % 16 * 16 + k % 16),)
-    w_in = (T - 1) * STEP + s * APART + k < K // 2
-
+    w_of, w_in = weight_offsets(tile, N, K, S, KT, R, FORM, GROUP, PER, w, T, RUNS)
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, x))), 1), 2)
-    k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)
-    m = gl.expand_dims(gl.expand_dims(gl.arange(0, BM, layout=gl.SliceLayout(0, gl.SliceLayout(1, x))), 0), 1)
-    # rows after the last one repeat it; they need no memory traffic, and their results are not stored
-    of = of + (gl.minimum(m, M - 1 - first_row) * (K // 2) + s * APART + k,)
-    x_in = (T - 1) * STEP + s * APART + k < K // 2
-    at = (weight_ptr + tile.to(gl.int64) * (R * K // 2), x_ptr + first_row.to(gl.int64) * (K // 2))
+    k = gl.expand_dims(gl.expand_dims(gl.arange(0, UNIT // 2, layout=gl.SliceLayout(0, gl.SliceLayout(2, x))), 0), 2)
+    m = gl.expand_dims(gl.expand_dims(gl.arange(0, BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, x))), 0), 1)
+    x_of = ()
+    for b in gl.static_range(BLOCKS):
+        # rows after the last one repeat it; they need no memory traffic, and their results are not stored
+        x_of = x_of + (gl.minimum(b * BLOCK + m, M - 1 - first_row) * (K // 2) + s * APART + k,)
+    x_in = (T - 1) * S + s < K // KT
+    if FORM == "values":
+        x_in = (T - 1) * STEP + s * APART + k < K // 2  # K may end with half of a K tile
+    w_at = starts_of(weight, tile.to(gl.int64), K, R, FORM, GROUP, PER)
+    x_at = (x_ptr + first_row.to(gl.int64) * (K // 2),)
     if gamma_ptr is not None:
-        at = at + (gamma_ptr,)
-        of = of + (s * APART + k,)
+        x_at = x_at + (gamma_ptr,)
+        x_of = x_of + (s * APART + k,)
 
     ws = ()
     for i in gl.static_range(D):
-        ws = ws + (_weights(at, of, i * STEP, w_in, RAGGED and i == T - 1),)
+        ws = ws + (k_tile_of(w_at, w_of, i, w_in, RAGGED and i == T - 1, NEXT, KT, FORM, GROUP, PER),)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    sums = (gl.zeros([S, R, BM], gl.float32, mma),)
-    like = sum_of_splits(sums[0], PAIRWISE)
-    loaded = addends(like, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
-    if scale_ptr is not None:
+    sums = no_sums(S, R, BLOCK, BLOCKS, OWN_SUM, mma)
+    like = sum_of_splits(sums[0][0], PAIRWISE)
+    if FORM != "values":
+        column = weight_numbers(like, tile * R, 16, 8)
+        column_factor = gl.load(weight.factors + column, mask=column < N, other=0.0)
+    loaded = ()
+    if BLOCKS == 1:
+        loaded = addends(like, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
+    if scale_ptr is not None and FORM == "values":
         factor = loaded_factor(scale_ptr, first_row, M, like)
+    squares = ()
     if gamma_ptr is not None and AHEAD:
-        squares = _row_sums(_squares(at[1], of[1], x_in, STEP, T, RAGGED, DTYPE))
-        factor = row_factor(root_scale(squares, K, eps), like)
+        summed = _row_sums(_squares(x_at[0], x_of[0], x_in, STEP, T, RAGGED, DTYPE))
+        factor = row_factor(root_scale(summed, K, eps), like)
     xs = ()
     for i in gl.static_range(XD):
-        xs = xs + (_rows(at, of, i * STEP, x_in, RAGGED and i == T - 1),)
+        xs = xs + (_rows(x_at, x_of, i * STEP, x_in, RAGGED and i == T - 1, KT, UNIT, BLOCKS),)
     if gamma_ptr is not None and not AHEAD:
-        sums = sums + (no_squares(_runs(xs[0][0])),)
+        squares = (no_squares(_runs(xs[0][0])),)
+    ones_of = ()
+    if offset_of(FORM) > 0:
+        ones_of = weight_operand(ones(S, words_layout(S, 16)), DTYPE, left)
 
-    LOOPS: gl.constexpr = (T - D - 1) // D if T > UNROLLED else 0
+    LONGEST: gl.constexpr = UNROLLED if groups_of(KT, FORM, GROUP) == 0 and BLOCKS == 1 else UNROLLED_LESS
+    LOOPS: gl.constexpr = (T - D - 1) // D if T > LONGEST and T > D else 0
     REST: gl.constexpr = T - LOOPS * D
     if LOOPS > 0:
         for _turn in range(loops):
             for i in gl.static_range(D):
-                sums = _step(sums, ws[0], xs[0], left, right, DTYPE)
-                ws = ws[1:] + (_weights(at, of, (i + D) * STEP, w_in, False),)
-                xs = xs[1:] + (_rows(at, of, (i + XD) * STEP, x_in, False),)
-            at = _moved(at, D * STEP)
+                sums, squares = _step(
+                    sums, squares, ws[0], _first_of(xs), x_at, x_of, x_in, ones_of, left, right, FORM, GROUP, KT,
+                    i * STEP, False, DTYPE,
+                )  # fmt: skip
+                ws = ws[1:] + (k_tile_of(w_at, w_of, i + D, w_in, False, NEXT, KT, FORM, GROUP, PER),)
+                if XD > 0:
+                    xs = xs[1:] + (_rows(x_at, x_of, (i + XD) * STEP, x_in, False, KT, UNIT, BLOCKS),)
+            w_at = moved(w_at, D, NEXT, KT, FORM, GROUP, PER)
+            x_at = _moved(x_at, D * STEP)
     for i in gl.static_range(REST):
-        sums = _step(sums, ws[0], xs[0], left, right, DTYPE)
+        sums, squares = _step(
+            sums, squares, ws[0], _first_of(xs), x_at, x_of, x_in, ones_of, left, right, FORM, GROUP, KT,
+            i * STEP, RAGGED and i == REST - 1, DTYPE,
+        )  # fmt: skip
         ws, xs = ws[1:], xs[1:]
         if i + D < REST:
-            ws = ws + (_weights(at, of, (i + D) * STEP, w_in, RAGGED and i + D == REST - 1),)
-        if i + XD < REST:
-            xs = xs + (_rows(at, of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1),)
+            ws = ws + (k_tile_of(w_at, w_of, i + D, w_in, RAGGED and i + D == REST - 1, NEXT, KT, FORM, GROUP, PER),)
+        if XD > 0 and i + XD < REST:
+            xs = xs + (_rows(x_at, x_of, (i + XD) * STEP, x_in, RAGGED and i + XD == REST - 1, KT, UNIT, BLOCKS),)
 
-    total = sum_of_splits(sums[0], PAIRWISE)
-    if gamma_ptr is not None and not AHEAD:
-        factor = row_factor(root_scale(_row_sums(sums[1]), K, eps), total)
-    if gamma_ptr is not None or scale_ptr is not None:
-        total = total * factor
+    for b in gl.static_range(BLOCKS):
+        first = first_row + b * BLOCK
+        acc = sums[b][0]
+        if OWN_SUM:
+            acc = less_offset(acc, sums[b][1], FORM)
+        total = sum_of_splits(acc, PAIRWISE)
+        if gamma_ptr is not None and not AHEAD:
+            factor = row_factor(root_scale(_row_sums(squares[0]), K, eps), total)
+        if FORM != "values":
+            total = total * column_factor
+            if scale_ptr is not None:
+                total = total * loaded_factor(scale_ptr, first, M, like)
+        elif gamma_ptr is not None or scale_ptr is not None:
+            total = total * factor
+        if keys_ptr is not None:
+            enter_keys(total, tile, first, keys_ptr, M, N, limit)
+        else:
+            if BLOCKS > 1:
+                loaded = addends(like, tile, first, bias_ptr, residual_ptr, M, N, GATED)
+            write_tile(
+                *(total, loaded, tile, first, out_ptr, M, N, GATED),
+                *(bias_ptr is not None, residual_ptr is not None),
+            )
     if keys_ptr is not None:
-        enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
         write_argmax(keys_ptr, out_ptr, out_stride, M, S)
-    else:
-        write_tile(total, loaded, tile, first_row, out_ptr, M, N, GATED, bias_ptr is not None, residual_ptr is not None)

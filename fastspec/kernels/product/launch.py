@@ -13,11 +13,13 @@ from fastspec.kernels.common.launch import described, launch
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.gpu import gpu_of
 from fastspec.kernels.product import plan
-from fastspec.kernels.product.few_rows import small_m_kernel
-from fastspec.kernels.product.many_rows import large_m_kernel
+from fastspec.kernels.product.few_rows import few_rows_kernel
+from fastspec.kernels.product.many_rows import many_rows_kernel
 from fastspec.kernels.product.norm import norm_rows
-from fastspec.kernels.product.plan import Small, Split, Tile, Tma
+from fastspec.kernels.product.plan import FewRows, Split, Tile, Tma, Wide
 from fastspec.kernels.product.quantised import plan as quantised
+from fastspec.kernels.product.quantised.wide_sm90 import codes_tma_kernel
+from fastspec.kernels.product.reader import WeightParts, parts_of_codes
 from fastspec.kernels.product.split_k import Parts, add_up, permuted_rows
 from fastspec.kernels.product.tma_sm90 import tma_kernel
 
@@ -26,8 +28,11 @@ Norm = tuple[Tensor, float]  # weight [K] and epsilon
 
 
 def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
-    """Returns `plan.tile_of` for a weight on its device."""
-    return plan.tile_of(*weight.shape, rows, gpu_of(weight.device), whole, gated, split_for(weight))
+    """Returns the launch for `rows` rows of x and a weight on its device; see `plan.tile_of`."""
+    gpu, codes = gpu_of(weight.device), weight.codes
+    if codes is not None:
+        return quantised.launch_of(codes.form, codes.group, *weight.shape, rows, gpu, whole or gated)
+    return plan.tile_of(*weight.shape, rows, gpu, whole, gated, split_for(weight))
 
 
 def split_for(weight: Weight) -> Split:
@@ -49,7 +54,7 @@ class Rows(NamedTuple):
         x_ptr: int32 words [M, K / 2].
         gamma_ptr: int32 words [K / 2]; the kernel computes the norm itself. None: it does not.
         scale_ptr: fp32 [M], factors of rows if x is already multiplied with gamma. None: no factors.
-        eps: epsilon of the norm.
+        eps: epsilon of the norm. None with codes, whose norm another kernel computes.
     """
 
     x_ptr: Any
@@ -66,7 +71,8 @@ class Epilogue(NamedTuple):
         residual_ptr: [M, width]; None: no residual.
         out_ptr: [M, width]. With `keys_ptr`: int64 ids or uint64 keys, with a stride.
         keys_ptr: int64 [M + 1] for an argmax; None: sums are stored.
-        parts_ptr: fp32 [S / PAIRWISE, M, N]; if given, only partial sums are stored, there. TMA kernel only.
+        parts_ptr: fp32 [S / PAIRWISE, M, N]; if given, only partial sums are stored, there. TMA kernels only.
+            [S, M, N] for codes.
     """
 
     bias_ptr: Any
@@ -74,33 +80,6 @@ class Epilogue(NamedTuple):
     out_ptr: Any
     keys_ptr: Any
     parts_ptr: Any = None
-
-
-class TmaSums(NamedTuple):
-    """How the sum over K is split; see `Split`. One CTA adds PAIRWISE neighbouring splits first."""
-
-    K: int
-    S: int
-    KT: int
-    PAIRWISE: int
-
-
-class TmaTile(NamedTuple):
-    """Tile of a CTA; see `Tma`.
-
-    Attributes:
-        R: weight rows in shared memory: a power of two, because wgmma multiplies 64.
-        OWN: weight rows that the CTA has. Sums of the others are not stored.
-        GROUP, REST: rows of x in the first product, and in a second product; REST 0: no second one.
-        STAGES, WARPS: steps of K in the pipeline, and number of multiplying warps.
-    """
-
-    R: int
-    OWN: int
-    GROUP: int
-    REST: int
-    STAGES: int
-    WARPS: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,64 +102,68 @@ class Call:
         """GATED of kernels: 0 for no gate, 1 for silu, 2 for gelu."""
         return self.gated + (self.gated and self.gelu)
 
-
-def _constants(call: Call, split: Split, pdl: bool) -> dict[str, Any]:
-    """Returns the constexpr arguments that all kernels of products have."""
-    k = call.x.shape[1]
-    cut = {"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "PAIRWISE": split.pairwise}
-    return {**cut, "GATED": call.gate, "PDL": pdl, "DTYPE": GLUON_TYPE[call.x.dtype]}
+    @property
+    def out_stride(self) -> int:
+        """Elements between two ids of an argmax. 0: another product."""
+        return 0 if self.argmax_keys is None else self.out.stride(0)
 
 
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
-    """Launches a product, and before it its norm, if the product's kernel does not compute it."""
-    rows, k = call.x.shape
-    n, _ = call.weight.shape
+    """Launches a product, and before it its norm, if the product's kernel does not compute it.
+
+    Args:
+        tile: the launch. Default: the result of `tile_for`. The bits do not depend on it.
+    """
+    rows, (n, k) = len(call.x), call.weight.shape
     tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
-    split = split_for(call.weight)
-    if isinstance(tile, Tma):
+    split, dtype = split_for(call.weight), GLUON_TYPE[call.x.dtype]
+    if isinstance(tile, Tma | Wide):
         _, regrouped, squares = permuted_for(call.weight, call.x, call.norm, pdl)
-        launch_tma_and_sum(tile, replace(call, x=regrouped), squares, pdl)
+        launch_and_sum(tile, replace(call, x=regrouped), squares, pdl)
         return
-    gamma = scale = None
-    if call.norm is not None and isinstance(tile, Small) and tile.rows <= plan.FUSED_ROWS:
+    x, gamma, scale = call.x, None, None
+    if call.norm is not None and isinstance(tile, FewRows) and tile.norms:
         gamma = call.norm[0].view(torch.int32)
     elif call.norm is not None:
-        x, scale = norm_rows(call.x, *call.norm, split.split_k, split.k_tile, GLUON_TYPE[call.x.dtype], pdl)
-        call = replace(call, x=x)
+        x, scale = norm_rows(x, *call.norm, split.split_k, split.k_tile, dtype, pdl)
+    eps = 0.0 if call.norm is None else call.norm[1]
+    inputs = Rows(x.view(torch.int32), gamma, scale, eps if call.weight.codes is None else None)
     epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys)
-    inputs = Rows(call.x.view(torch.int32), gamma, scale, 0.0 if call.norm is None else call.norm[1])
-    numbers = (call.limit, 0 if call.argmax_keys is None else call.out.stride(0))
-    shape = _constants(call, split, pdl) | {"R": tile.weight_rows, "D": tile.depth}
+    numbers = rows, n, call.limit, call.out_stride
+    shape = {"K": k, "S": split.split_k, "R": tile.weight_rows, "D": tile.depth}
+    shape |= {"GATED": call.gate, "PDL": pdl, "DTYPE": dtype}
     # no fused multiply-add except where kernels ask for it: two kernels must round equally
     options: dict[str, Any] = {"launch_pdl": pdl, "enable_fp_fusion": False}
-    operands = (inputs, call.weight.words(), epilogue, rows, n)
     steps = plan.cdiv(k, split.split_k * split.k_tile)
-    if isinstance(tile, Small):
+    if isinstance(tile, FewRows):
         grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows))
         loops = max(0, (steps - tile.depth - 1) // tile.depth)
-        shape |= {
-            "KT": split.k_tile,
-            "PAIRWISE": split.kernel_pairwise,
-            "BM": tile.rows,
-            "XD": tile.row_depth,
-            "AHEAD": tile.ahead,
-            "num_warps": split.split_k,
-        }
+        shape |= {"KT": split.k_tile, "PAIRWISE": split.kernel_pairwise, "BM": tile.rows, "XD": tile.row_depth}
+        shape |= {"AHEAD": tile.ahead, "num_warps": split.split_k}
         if (n, k) in plan.L1_FIRST:
             options["least_shared"] = 0
-        launch(small_m_kernel, grid, *operands, *numbers, loops, **shape, **options)
+        weight, form = parts_of(call.weight)
+        launch(few_rows_kernel, grid, inputs, weight, epilogue, *numbers, loops, **shape, **form, **options)
         return
     grid = (plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows * tile.groups))
     turns = plan.cdiv(steps * (split.k_tile // plan.STEP), tile.depth)
+    shape |= {"KT": split.tile_of_k(k), "PAIRWISE": split.pairwise, "num_warps": tile.warps}
     shape |= {"GROUP": tile.rows, "GROUPS": tile.groups, "WARPS": tile.warps}
-    options |= {"num_warps": tile.warps}
-    launch(large_m_kernel, grid, *operands, *numbers, turns, **shape, **options)
+    launch(many_rows_kernel, grid, inputs, call.weight.words(), epilogue, *numbers, turns, **shape, **options)
+
+
+def parts_of(weight: Weight) -> tuple[WeightParts, dict[str, Any]]:
+    """Returns a weight's tensors, and the constants with which `reader` reads them."""
+    codes = weight.codes
+    if codes is None:
+        return WeightParts(weight.words()), {"FORM": "values", "GROUP": 0, "PER": 0}
+    return parts_of_codes(codes)
 
 
 def permuted_for(
     weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Calls `permuted_rows` for a product of the TMA kernel with `weight`."""
+    """Calls `permuted_rows` for a product of a TMA kernel with `weight`."""
     split = split_for(weight)
     cut = split.split_k, split.k_tile
     return permuted_rows(x, norm, cut, GLUON_TYPE[x.dtype], pdl, parts, bias, reads_raised(weight))
@@ -188,60 +171,117 @@ def permuted_for(
 
 def reads_raised(weight: Weight) -> bool:
     """True if the weight has 8-bit codes. Its TMA kernel then reads rows of x multiplied by 2^64."""
-    return weight.codes is not None and weight.codes.form in quantised.WIDE
+    return weight.codes is not None and weight.codes.form in quantised.EIGHT_BITS
 
 
-def launch_tma_and_sum(tile: Tma, call: Call, squares: Tensor | None, pdl: bool) -> None:
+def launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> None:
     """Calls `launch_tma`; if it leaves partial sums, adds them with another kernel."""
     parts = launch_tma(tile, call, squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 
 
-def launch_tma(tile: Tma, call: Call, squares: Tensor | None, pdl: bool, regroup_out: bool = False) -> Parts | None:
-    """Launches the TMA kernel.
+def launch_tma(
+    tile: Tma | Wide,
+    call: Call,
+    squares: Tensor | None,
+    pdl: bool,
+    regroup_out: bool = False,
+    raise_out: bool = False,
+) -> Parts | None:
+    """Launches a TMA kernel, of values or of codes.
 
     Args:
         call: operands; x is the result of `permuted_for`.
         squares: sums of squares from `permuted_for`.
         regroup_out: True if the result shall be regrouped as x is.
+        raise_out: True if a regrouped result shall be multiplied by 2^64, exactly, for a next product with 8-bit codes.
+            For weights in codes only.
 
     Returns:
         None, or the partial sums of splits. `add_up` adds these and applies the rest of `call`.
     """
-    rows = len(call.x)
-    n, k = call.weight.shape
-    split = split_for(call.weight)
-    splits, parts = split.pairwise, None
-    if tile.split_k is not None:
-        splits = tile.split_k
-        sums = call.x.new_empty(split.split_k // splits, rows, n, dtype=torch.float32)
-        parts = Parts(sums, split.kernel_pairwise // splits)
-    blocks = plan.cdiv(n, tile.weight_rows), plan.cdiv(rows, tile.rows + tile.rest)
+    n, _ = call.weight.shape
+    parts = _parts_for(tile, call)
+    sums = None if parts is None else parts.sums
+    epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys, sums)
     eps = 0.0 if call.norm is None else call.norm[1]
-    stride = 0 if call.argmax_keys is None else call.out.stride(0)
-    words = call.weight.words(n // 16, k // 4, 32)
-    constants = _constants(call, split, pdl)
-    sums_of_k = TmaSums(k, constants.pop("S"), constants.pop("KT"), splits)
-    del constants["K"], constants["PAIRWISE"]
-    places = TmaTile(tile.room, tile.weight_rows, tile.rows, tile.rest, tile.stages, tile.warps)
+    ends = squares if parts is None else None, epilogue, len(call.x), n, eps, call.limit, call.out_stride
+    if isinstance(tile, Tma):
+        _launch_values(tile, call, ends, 1 if sums is None else len(sums), regroup_out, pdl)
+    else:
+        _launch_codes(tile, call, ends, regroup_out, raise_out, pdl)
+    return parts
+
+
+def _tma_options(tile: Tma | Wide, call: Call, regroup_out: bool, pdl: bool) -> dict[str, Any]:
+    """Returns the constants and launch options that both TMA kernels have."""
+    constants = {"GATED": call.gate, "REGROUP": regroup_out, "PDL": pdl, "WARPS": tile.warps, "STAGES": tile.stages}
+    options = {"num_warps": tile.warps, "launch_pdl": pdl, "enable_fp_fusion": False, "maxnreg": tile.registers}
+    return {**constants, **options}
+
+
+def _parts_for(tile: Tma | Wide, call: Call) -> Parts | None:
+    """Allocates the partial sums that a kernel leaves. None: its CTAs sum over all of K."""
+    rows, (n, _) = len(call.x), call.weight.shape
+    split, codes = split_for(call.weight), call.weight.codes
+    if isinstance(tile, Wide):
+        if tile.splits == split.split_k:
+            return None
+        assert codes is not None
+        return Parts(call.x.new_empty(split.split_k, rows, n, dtype=torch.float32), 1, codes.factors)
+    if tile.split_k is None:
+        return None
+    sums = call.x.new_empty(split.split_k // tile.split_k, rows, n, dtype=torch.float32)
+    return Parts(sums, split.kernel_pairwise // tile.split_k)
+
+
+def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, regroup_out: bool, pdl: bool) -> None:
+    """Launches the TMA kernel of values.
+
+    Args:
+        ends: the kernel's arguments from the squares on.
+        shares: number of CTAs that share K.
+        regroup_out, pdl: see `launch_tma`.
+    """
+    n, k = call.weight.shape
+    split, words = split_for(call.weight), call.weight.words(n // 16, k // 4, 32)
     launch(
         tma_kernel,
-        (tile.programs or blocks[0], blocks[1], 1 if parts is None else len(parts.sums)),
+        (tile.programs or plan.cdiv(n, tile.weight_rows), plan.cdiv(len(call.x), tile.rows + tile.rest), shares),
         described(call.x, [tile.rows, 64]),
         described(call.x, [tile.rest, 64]) if tile.rest else None,
         *[described(words, [box // 16, 16, 32]) if box else None for box in tile.boxes],
-        squares if parts is None else None,
-        Epilogue(call.bias, call.residual, call.out, call.argmax_keys, None if parts is None else parts.sums),
-        *(rows, n, eps, call.limit, stride),
-        SUMS=sums_of_k,
-        TILE=places,
+        *ends,
+        **{"K": k, "S": split.split_k, "KT": split.tile_of_k(k), "PAIRWISE": tile.split_k or split.pairwise},
+        **{"R": tile.room, "OWN": tile.weight_rows, "GROUP": tile.rows, "REST": tile.rest},
         STAY=tile.programs is not None,
-        REGROUP=regroup_out,
-        **constants,
-        num_warps=tile.warps,
-        launch_pdl=pdl,
-        enable_fp_fusion=False,
-        maxnreg=tile.registers,
+        DTYPE=GLUON_TYPE[call.x.dtype],
+        **_tma_options(tile, call, regroup_out, pdl),
     )
-    return parts
+
+
+def _launch_codes(tile: Wide, call: Call, ends: tuple[Any, ...], regroup_out: bool, raise_out: bool, pdl: bool) -> None:
+    """Launches the TMA kernel of codes; see `_launch_values`."""
+    codes = call.weight.codes
+    assert codes is not None
+    n, k = codes.shape
+    splits = quantised.split_of(codes.form, n, k).split_k
+    scales = codes.scales
+    if scales is not None:
+        scales = scales.view(torch.float16 if scales.dtype == torch.int32 else torch.float32)
+    zeros = None if codes.zeros is None else codes.zeros.view(torch.bfloat16)
+    pieces = 1 if codes.form == "int4" else 2
+    launch(
+        codes_tma_kernel,
+        (plan.cdiv(n, tile.weight_rows), plan.cdiv(len(call.x), tile.rows), splits // tile.splits),
+        described(call.x, [tile.rows, 64]),
+        described(codes.words.view(n // 16, -1, 32), [tile.weight_rows // 16, 8 * pieces, 32]),
+        WeightParts(None, codes.factors, scales, zeros),
+        *ends,
+        **{"K": k, "S": splits, "SPLITS": tile.splits},
+        **{"GROUP": codes.group, "PAIRS": 1 if codes.scales is None else codes.scales.shape[2]},
+        FORM=codes.form,
+        **{"R": tile.weight_rows, "BM": tile.rows, "RAISE": raise_out},
+        **_tma_options(tile, call, regroup_out, pdl),
+    )

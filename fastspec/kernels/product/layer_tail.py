@@ -19,16 +19,14 @@ from fastspec.kernels.product.launch import (
     GLUON_TYPE,
     Call,
     Norm,
+    launch_and_sum,
     launch_tma,
     permuted_for,
     reads_raised,
     split_for,
     tile_for,
 )
-from fastspec.kernels.product.plan import Tma
-from fastspec.kernels.product.quantised.launch import launch_wide
-from fastspec.kernels.product.quantised.launch import tile_for as tile_of_codes
-from fastspec.kernels.product.quantised.plan import Wide
+from fastspec.kernels.product.plan import Tma, Wide
 from fastspec.kernels.product.split_k import Parts, add_up
 from fastspec.kernels.reference.layer import Layer, Reduce
 from fastspec.kernels.room import Room
@@ -110,17 +108,16 @@ def mlp(
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
     call = Call(permuted, layer.gate_up, out, layer.gate_up_bias, (layer.post_norm, eps), gated=True)
     tile = _tile(layer.gate_up, len(x), gated=True)
-    if isinstance(tile, Wide):
-        launch_wide(tile, call, squares, pdl, regroup_out=True, raise_out=reads_raised(layer.down))
-    else:
-        launch_tma(tile, call, squares, pdl, regroup_out=True)
+    raises = isinstance(tile, Wide) and reads_raised(layer.down)
+    launch_tma(tile, call, squares, pdl, regroup_out=True, raise_out=raises)
+    if not raises:
         out = _raised_for(layer.down, out)
     if next_layer is None:
         return _summed(out, layer.down, layer.down_bias, x, pdl, reduce), None
     norm, qkv = (next_layer.input_norm, eps), x.new_empty(len(x), next_layer.qkv.shape[0])
     x, permuted, squares = _added(out, layer.down, layer.down_bias, x, norm, next_layer.qkv, pdl, reduce)
     call = Call(permuted, next_layer.qkv, qkv, next_layer.qkv_bias, norm)
-    _launch_and_sum(_tile(next_layer.qkv, len(x)), call, squares, pdl)
+    launch_and_sum(_tile(next_layer.qkv, len(x)), call, squares, pdl)
     return x, qkv
 
 
@@ -130,20 +127,7 @@ def _raised_for(weight: Weight, given: Tensor) -> Tensor:
 
 
 def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma | Wide:
-    if weight.codes is not None:
-        return tile_of_codes(weight, rows, whole=gated)  # type: ignore[return-value]
     return tile_for(weight, rows, gated=gated)  # type: ignore[return-value]
-
-
-def _launch(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> Parts | None:
-    """Launches the product; see `launch_tma`."""
-    return launch_wide(tile, call, squares, pdl) if isinstance(tile, Wide) else launch_tma(tile, call, squares, pdl)
-
-
-def _launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> None:
-    parts = _launch(tile, call, squares, pdl)
-    if parts is not None:
-        add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
 
 
 def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
@@ -161,7 +145,7 @@ def _summed(
     if reduce is not None:
         return reduce(_own_sums(tile, given, weight, residual, pdl), bias, residual)
     out = torch.empty_like(residual)
-    _launch_and_sum(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
+    launch_and_sum(tile, Call(given, weight, out, bias, residual=residual), None, pdl)
     return out
 
 
@@ -180,7 +164,7 @@ def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl
 def _own_parts(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Parts:
     """Returns this device's product in fp32 as partial sums [parts, M, N]; one part if the kernel summed all of K."""
     out = like.new_empty(1, *like.shape, dtype=torch.float32)
-    return _launch(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
+    return launch_tma(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
 
 
 def _added(
@@ -207,5 +191,5 @@ def _added(
             return NextInput(*found)
     if not _leaves_parts(tile, weight) or reduce is not None:
         return NextInput(*permuted_for(next_weight, _summed(given, weight, bias, residual, pdl, reduce), norm, pdl))
-    parts = _launch(tile, Call(given, weight, residual, bias), None, pdl)
+    parts = launch_tma(tile, Call(given, weight, residual, bias), None, pdl)
     return NextInput(*permuted_for(next_weight, residual, norm, pdl, parts, bias))

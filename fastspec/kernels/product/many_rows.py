@@ -1,6 +1,6 @@
 """Packed product for 17 or more rows of x on GPUs without the TMA kernel. Weights and x pass through shared memory.
 
-Sums have the same terms in the same order as in the small-M kernel, so a row has the same bits. There, each of S warps
+Sums have the same terms in the same order as in the few-row kernel, so a row has the same bits. There, each of S warps
 takes every S-th K tile. Here, one CTA makes S passes over K, and each pass takes every S-th K tile. A warp has 32
 weight rows.
 
@@ -205,7 +205,7 @@ def _unstashed(stashes, like):
 
 
 @gluon.jit(do_not_specialize=["M", "limit", "out_stride", "turns"])
-def large_m_kernel(
+def many_rows_kernel(
     inputs,  # Rows of launch.py; x is already multiplied with gamma
     weight_ptr,  # int32 words [N / 16, K / 32, 16, 16]
     epilogue,  # Epilogue of launch.py
@@ -227,7 +227,7 @@ def large_m_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes R weight rows by GROUPS * GROUP rows of x in one CTA. This is the large-M kernel."""
+    """Computes R weight rows by GROUPS * GROUP rows of x in one CTA."""
     x_ptr, _gamma_ptr, scale_ptr, _eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = _mma_layout(WARPS)

@@ -19,10 +19,10 @@ TMA_ROWS = 160
 SOME_ROWS = 128
 # numbers of rows of the weight
 MANY_WEIGHT_ROWS = 16384  # from here on one CTA sums over all of K for its weight rows
-LARGE_WEIGHT_ROWS = 128  # of a CTA of the large-M kernel: 32 for each warp
+CTA_WEIGHT_ROWS = 128  # of a CTA of the many-row kernel: 32 for each warp
 ROUND_ROWS = 16  # start and end of one CTA take as long as this many weight rows
 # values of K
-STEP = 64  # step of the large-M kernel
+STEP = 64  # step of the many-row kernel
 LONG = 16  # in K tiles; longer sums are unrolled less, because registers run out
 # bytes of shared memory
 TMA_BYTES = (224_000, 115_000)  # for the stages of the TMA pipeline: with one CTA on an SM, and for each of two CTAs
@@ -56,29 +56,32 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Small:
-    """Launch of the small-M kernel.
+class FewRows:
+    """Launch of the few-row kernel.
 
     Attributes:
-        weight_rows, rows: rows of the weight and of x in one CTA.
-        depth, row_depth: K tiles of the weight and of x that are loaded ahead.
-        ahead: True if the squares for the norm are summed before the products.
+        weight_rows, rows: rows of the weight and of x in one CTA. With codes `rows` is 8 times a power of two.
+        depth, row_depth: K tiles of the weight and of x that are loaded ahead. row_depth 0, for codes only: x is loaded
+            when it is needed.
+        norms: True if the kernel can compute the norm before the product.
+        ahead: True if it sums the squares for the norm before the products.
     """
 
     weight_rows: int
     rows: int
     depth: int
     row_depth: int
-    ahead: bool
+    norms: bool = False
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Large:
-    """Launch of the large-M kernel. A CTA has `groups` groups of `rows` rows of x, and steps of K in shared memory."""
+class ManyRows:
+    """Launch of the many-row kernel. A CTA has `groups` groups of `rows` rows of x, and steps of K in shared memory."""
 
     groups: int
     depth: int
-    weight_rows: int = LARGE_WEIGHT_ROWS
+    weight_rows: int = CTA_WEIGHT_ROWS
     rows: int = 32
     warps: int = 4
 
@@ -118,9 +121,32 @@ class Tma:
         return sizes + [0] * (3 - len(sizes))
 
 
-Tile = Small | Large | Tma
+@dataclass(frozen=True, slots=True)
+class Wide:
+    """Launch of the TMA kernel of codes, on sm_90.
+
+    Attributes:
+        weight_rows, rows: rows of the weight and of x in one CTA.
+        warps: number of multiplying warps: one for each 16 weight rows.
+        stages: number of K tiles in shared memory.
+        splits: number of splits of K that a CTA sums. If not all, another kernel adds the partial sums.
+        registers: limit per thread.
+    """
+
+    weight_rows: int
+    rows: int
+    warps: int
+    stages: int
+    splits: int
+    registers: int
+
+
+Tile = FewRows | ManyRows | Tma | Wide
 # by kernel: the GPU on which its entries were measured; None: untested
-MEASURED_ON: dict[type, str | None] = {Small: "NVIDIA H200", Tma: "NVIDIA H200", Large: None}
+MEASURED_ON: dict[type, str | None] = {
+    **{FewRows: "NVIDIA H200", Tma: "NVIDIA H200", Wide: "NVIDIA H100 and H200"},
+    ManyRows: None,
+}
 
 # by (N, K)
 SPLITS = {
@@ -135,7 +161,7 @@ TREE_ROWS = 4096  # a weight with more rows has TREE sums, because one CTA compu
 LONG_TILE_K = 4096  # from this K on, K tiles of a tree may have 128 values
 
 # by (S, k_tile) of the split: (weight rows, depth, row depth), for up to some number of rows of x
-SMALL = {
+FEW_ROW_TILES = {
     (Split(1, 64), 8): (16, 8, 2),
     (Split(1, 128), 8): (16, 4, 1),
     (Split(1, 64), 16): (16, 5, 1),
@@ -154,7 +180,7 @@ SMALL = {
     (Split(8, 128), 16): (16, 2, 1),
 }
 # tiles of some weights for up to 8 rows, by (N, K)
-SMALL_OWN = {
+OWN_TILES = {
     (6144, 4096): (32, 4, 1),
     (16384, 2048): (32, 4, 2),
     (128256, 2048): (32, 4, 2),
@@ -182,7 +208,7 @@ ONE_CTA_PER_SM: dict[tuple[int, int], tuple[int, int, int | None]] = {
     (1536, 4096): (129, 64, 1),
 }
 
-# (N, K) of weights that the small-M kernel reads faster with as much L1 as possible, in spite of changing the division
+# (N, K) of weights that the few-row kernel reads faster with as much L1 as possible, in spite of changing the division
 # of the SM's memory
 L1_FIRST = {(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)}
 
@@ -250,33 +276,33 @@ def tile_of(
         split: split of the weight; None: that of its shape.
     """
     split = split or split_of(n, k)
-    if rows > small_rows(gpu):
+    if rows > max_few_rows(gpu):
         if gpu.hopper:
             return _tma_of(n, k, rows, split, gpu.sms, whole, gated)
-        return _large_of(rows, split, gpu)
+        return _many_rows_of(rows, split, gpu)
     block = 8 if rows <= 8 else 16
     steps = cdiv(k, split.split_k * split.k_tile)
-    own = SMALL_OWN.get((n, k)) if block == 8 else None
-    weight_rows, depth, row_depth = own or SMALL[Split(split.split_k, split.k_tile), block]
+    own = OWN_TILES.get((n, k)) if block == 8 else None
+    weight_rows, depth, row_depth = own or FEW_ROW_TILES[Split(split.split_k, split.k_tile), block]
     ahead = n >= MANY_WEIGHT_ROWS or steps > LONG
     if steps > LONG and split.k_tile == 64:
         depth = min(depth, 6)
-    return Small(weight_rows, block, min(depth, steps), min(row_depth, steps), ahead)
+    return FewRows(weight_rows, block, min(depth, steps), min(row_depth, steps), block <= FUSED_ROWS, ahead)
 
 
-def small_rows(gpu: Gpu) -> int:
-    """Returns the largest number of rows of x for the small-M kernel.
+def max_few_rows(gpu: Gpu) -> int:
+    """Returns the largest number of rows of x for the few-row kernel.
 
-    More rows use the TMA kernel or the large-M kernel.
+    More rows use the TMA kernel or the many-row kernel.
     """
     return 8 if gpu.hopper else 16
 
 
-def _large_of(rows: int, split: Split, gpu: Gpu) -> Large:
-    """Returns the tile of the large-M kernel. One CTA sums over all of K for its weight rows."""
+def _many_rows_of(rows: int, split: Split, gpu: Gpu) -> ManyRows:
+    """Returns the tile of the many-row kernel. One CTA sums over all of K for its weight rows."""
     roomy = gpu.roomy
     tight = not roomy and split.pairwise > 1  # these sums need registers of their own
-    return Large(2 if rows > 32 and roomy else 1, 3 if tight else 4)
+    return ManyRows(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 
 
 def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gated: bool) -> Tma:

@@ -11,8 +11,6 @@ waits for theirs, see `exchange`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 from torch import Tensor
@@ -25,33 +23,6 @@ from fastspec.kernels.exchange_kernels import push, sum_ranks
 from fastspec.kernels.product.epilogue import STAYS
 from fastspec.kernels.product.split_k import FEW_PROGRAMS, SPREAD, Parts, leave_given, sums_of
 from fastspec.kernels.room import BLOCK, LIMIT, Room
-
-
-class Sums(NamedTuple):
-    """Pointers that a CTA reads and writes; see the parameters of `split_k.regroup_kernel`."""
-
-    SPLITS: int
-    PAIRWISE: int
-    K: int
-    S: int
-    KT: int
-    ROOM: int
-    SHARED: int
-
-
-class Peers(NamedTuple):
-    """Constants of the exchange of a CTA's part.
-
-    Attributes:
-        RANK, SIZE: fields of `Room`.
-        BLOCK: elements in a block of the room.
-        COUNT: number of blocks of a CTA.
-    """
-
-    RANK: int
-    SIZE: int
-    BLOCK: int
-    COUNT: int
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -68,23 +39,24 @@ def ranks_kernel(
     M,
     elements,
     limit,
-    SUMS: gl.constexpr,  # Sums
+    SPLITS: gl.constexpr,  # SPLITS to SHARED: see `split_k.regroup_kernel`
+    PAIRWISE: gl.constexpr,
+    K: gl.constexpr,
+    S: gl.constexpr,
+    KT: gl.constexpr,
+    ROOM: gl.constexpr,
+    SHARED: gl.constexpr,
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
     RAISE: gl.constexpr,
-    PEERS: gl.constexpr,  # Peers
+    RANK: gl.constexpr,  # RANK, SIZE: fields of `Room`
+    SIZE: gl.constexpr,
+    BLOCK: gl.constexpr,  # elements in a block of the room
+    COUNT: gl.constexpr,  # number of blocks of a CTA
 ):
     """Computes the part of a row that one split of the next product multiplies."""
-    K: gl.constexpr = SUMS.K
-    S: gl.constexpr = SUMS.S
-    KT: gl.constexpr = SUMS.KT
-    ROOM: gl.constexpr = SUMS.ROOM
     K_TILE: gl.constexpr = KT // 2  # in words
-    RANK: gl.constexpr = PEERS.RANK
-    SIZE: gl.constexpr = PEERS.SIZE
-    BLOCK: gl.constexpr = PEERS.BLOCK
-    COUNT: gl.constexpr = PEERS.COUNT
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     place = word // K_TILE * (S * K_TILE) + split * K_TILE + word % K_TILE
@@ -99,7 +71,7 @@ def ranks_kernel(
         gdc_launch_dependents()
         gdc_wait()
     residual = gl.load(residual_ptr + (row.to(gl.int64) * K + n), mask=n < K, other=0.0).to(gl.float32)
-    own = sums_of(parts_ptr, factors_ptr, None, None, None, row, mine, mine < K, M, K, SUMS.SPLITS, SUMS.PAIRWISE)
+    own = sums_of(parts_ptr, factors_ptr, None, None, None, row, mine, mine < K, M, K, SPLITS, PAIRWISE)
     at = first * BLOCK + j
     theirs = push(own, at, mine < K, room, first, elements, RANK, SIZE, BLOCK, COUNT)
     total = sum_ranks(own, theirs, at, mine < K, elements, limit, 0, SIZE, RANK)
@@ -110,7 +82,7 @@ def ranks_kernel(
     gl.store(out_ptr + (row.to(gl.int64) * K + n), total, mask=n < K, eviction_policy=STAYS)
     leave_given(
         total, word, place, row, split, gamma, gamma_ptr, given_ptr, squares_ptr, M,
-        K, S, KT, ROOM, SUMS.SHARED, WARPS, DTYPE, RAISE,
+        K, S, KT, ROOM, SHARED, WARPS, DTYPE, RAISE,
     )  # fmt: skip
 
 
@@ -157,8 +129,9 @@ def sum_ranks_permuted(
         *(parts.sums, parts.factors, bias, residual, out, norm[0].view(torch.int32), given.view(torch.int32), squares),
         (room.buffers, room.turns),
         *(rows, room.elements, LIMIT),
-        SUMS=Sums(len(parts.sums), parts.pairwise, k, splits, k_tile, held, shared),
-        PEERS=Peers(room.rank, room.size, BLOCK, max(1, 2 * held // BLOCK)),
+        **{"SPLITS": len(parts.sums), "PAIRWISE": parts.pairwise, "K": k, "S": splits, "KT": k_tile},
+        **{"ROOM": held, "SHARED": shared, "RANK": room.rank, "SIZE": room.size, "BLOCK": BLOCK},
+        COUNT=max(1, 2 * held // BLOCK),
         **{"WARPS": warps, "PDL": pdl, "DTYPE": dtype, "RAISE": raise_rows},
         num_warps=warps,
         launch_pdl=pdl,

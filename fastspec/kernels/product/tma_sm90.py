@@ -1,6 +1,6 @@
 """Packed product for 9 or more rows of x on sm_90. Weights and x are loaded through a TMA pipeline.
 
-Sums have the same terms in the same order as in the small-M kernel, so a row has the same bits. There, each of S warps
+Sums have the same terms in the same order as in the few-row kernel, so a row has the same bits. There, each of S warps
 takes every S-th K tile. Here, a CTA makes S passes over K, and adds their sums in the same order. With too few weight
 rows to fill the GPU, a CTA makes only one pass, or those that are added pairwise. It stores these sums in `parts`, and
 `split_k` adds them. With many weight rows and many rows of x, CTAs are persistent: they take several tiles, and load
@@ -63,7 +63,7 @@ def pieces_layout(R, warps, pieces=2):
 
 @gluon.jit
 def group_operand(words, DTYPE: gl.constexpr):
-    """Casts words [R, 32] to values [R, 64] such that products of 16 neighbours are those of the small-M kernel."""
+    """Casts words [R, 32] to values [R, 64] such that products of 16 neighbours are those of the few-row kernel."""
     runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
     flat = gl.reshape(runs, [words.shape[0], 32])
     low, high = flat.to(gl.int16), (flat >> 16).to(gl.int16)
@@ -320,8 +320,16 @@ def tma_kernel(
     eps,
     limit,
     out_stride,
-    SUMS: gl.constexpr,  # TmaSums of launch.py
-    TILE: gl.constexpr,  # TmaTile of launch.py
+    K: gl.constexpr,
+    S: gl.constexpr,
+    KT: gl.constexpr,
+    PAIRWISE: gl.constexpr,  # number of neighbouring splits that a CTA adds first
+    R: gl.constexpr,  # weight rows in shared memory: a power of two, because wgmma multiplies 64
+    OWN: gl.constexpr,  # weight rows that the CTA has; sums of the others are not stored
+    GROUP: gl.constexpr,  # rows of x in the first product
+    REST: gl.constexpr,  # rows of x in a second product; 0: no second one
+    STAGES: gl.constexpr,  # steps of K in shared memory
+    WARPS: gl.constexpr,  # number of multiplying warps
     GATED: gl.constexpr,
     REGROUP: gl.constexpr,  # True: out is regrouped as x is
     STAY: gl.constexpr,  # True: CTAs are persistent and take every num_programs-th tile
@@ -329,16 +337,6 @@ def tma_kernel(
     DTYPE: gl.constexpr,
 ):
     """Computes OWN weight rows by GROUP + REST rows of x. Sums all of K, or PAIRWISE splits if it stores parts."""
-    K: gl.constexpr = SUMS.K
-    S: gl.constexpr = SUMS.S
-    KT: gl.constexpr = SUMS.KT
-    PAIRWISE: gl.constexpr = SUMS.PAIRWISE
-    R: gl.constexpr = TILE.R
-    OWN: gl.constexpr = TILE.OWN
-    GROUP: gl.constexpr = TILE.GROUP
-    REST: gl.constexpr = TILE.REST
-    STAGES: gl.constexpr = TILE.STAGES
-    WARPS: gl.constexpr = TILE.WARPS
     K_TILE: gl.constexpr = KT // 2  # in words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128

@@ -61,7 +61,8 @@ def _delta_kernel(
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,  # sizes of a key and of a value
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DECAY: tl.constexpr,
     WIDTH: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -72,8 +73,6 @@ def _delta_kernel(
     """Computes one block of values. The grid is (row, value head, block of its values)."""
     if PDL:
         gdc_launch_dependents()
-    KEY_DIM: tl.constexpr = DIMS[0]
-    VALUE_DIM: tl.constexpr = DIMS[1]
     KEYS: tl.constexpr = triton.next_power_of_2(KEY_DIM)
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     DECAYS: tl.constexpr = VALUE_HEADS if DECAY == "head" else KEY_HEADS * KEY_DIM
@@ -210,5 +209,5 @@ def decay_of(rule: DeltaRule) -> str:
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:
     """Returns the kernels' constexpr sizes by name."""
-    dims = rule.key_dim, rule.value_dim
-    return {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads, "DIMS": dims}
+    heads = {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads}
+    return {**heads, "KEY_DIM": rule.key_dim, "VALUE_DIM": rule.value_dim}

@@ -136,14 +136,13 @@ def solve_kernel(
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DECAY: tl.constexpr,
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Computes U, W and P of one chunk. The grid is (chunk, value head, row)."""
-    KEY_DIM: tl.constexpr = DIMS[0]
-    VALUE_DIM: tl.constexpr = DIMS[1]
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
@@ -233,15 +232,14 @@ def _prepare_kernel(
     num_tokens,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,  # sizes of a key and of a value
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DECAY: tl.constexpr,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     """Convolves a block of tokens. The grid is (block of tokens, row, head): key heads first, then value heads."""
-    KEY_DIM: tl.constexpr = DIMS[0]
-    VALUE_DIM: tl.constexpr = DIMS[1]
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     DECAYS: tl.constexpr = VALUE_HEADS if DECAY == "head" else KEY_HEADS * KEY_DIM
     ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + VALUE_HEADS + DECAYS
@@ -305,7 +303,8 @@ def _scan_kernel(
     num_pieces,
     KEY_HEADS: tl.constexpr,
     VALUE_HEADS: tl.constexpr,
-    DIMS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     DECAY: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -314,8 +313,6 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
 ):
     """Goes through the chunks of a row. The grid is (row, value head, block of its values)."""
-    KEY_DIM: tl.constexpr = DIMS[0]
-    VALUE_DIM: tl.constexpr = DIMS[1]
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     line, key = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(KEY_DIM))

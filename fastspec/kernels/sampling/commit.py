@@ -79,20 +79,6 @@ class Ring(NamedTuple):
     counter: Any
 
 
-class CommitBlocks(NamedTuple):
-    """Constexprs of a commit: number of stop ids, and both block shapes, rounded up to powers of two.
-
-    Attributes:
-        PLACES: at least K + 1.
-        STOPS: at least NUM_STOPS.
-        NUM_STOPS: number of stop ids of a row.
-    """
-
-    PLACES: int
-    STOPS: int
-    NUM_STOPS: int
-
-
 SIZES = tl.constexpr(RowSizes)
 
 
@@ -110,7 +96,9 @@ def commit_row(
     recorded,  # RecordRows of logprobs.py
     details_width,
     TOP: tl.constexpr,
-    BLOCKS: tl.constexpr,  # CommitBlocks
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
 ):
     """Commits the verified tokens of one row, as `verify.commit`, in one CTA. The CTA that does it last publishes.
 
@@ -125,9 +113,6 @@ def commit_row(
     Returns:
         The number of emitted tokens.
     """
-    PLACES: tl.constexpr = BLOCKS.PLACES
-    STOPS: tl.constexpr = BLOCKS.STOPS
-    NUM_STOPS: tl.constexpr = BLOCKS.NUM_STOPS
     entries_ptr, counter_ptr = ring.entries, ring.counter
     tokens_width, stop_stride, block_stride = sizes.tokens_width, sizes.stop_stride, sizes.block_stride
     slots, entry_width, batch = sizes.slots, sizes.entry_width, sizes.batch
@@ -229,14 +214,16 @@ def _commit_kernel(
     batch,
     places,
     num_drafts,
-    BLOCKS: tl.constexpr,  # CommitBlocks
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCKS.PLACES)
+    place = tl.arange(0, PLACES)
     block = tl.load(given_block_ptr + row * given_stride + place, mask=place <= num_drafts, other=-1)
     commit_row(
         row,
@@ -251,7 +238,9 @@ def _commit_kernel(
         recorded,
         0,
         0,
-        BLOCKS,
+        PLACES,
+        STOPS,
+        NUM_STOPS,
     )
 
 
@@ -297,7 +286,7 @@ def commit(
         rows.block.shape[1],
         places - 1,
         num_warps=NUM_WARPS,
-        BLOCKS=blocks_of(rows),
+        **blocks_of(rows),
     )
 
 
@@ -343,8 +332,8 @@ def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tupl
     return rows.tokens.shape[1], rows.stop_ids.stride(0), rows.block.stride(0), slots, width
 
 
-def blocks_of(rows: CommitRows) -> CommitBlocks:
-    """Returns the kernels' constexpr BLOCKS for the state of the rows."""
+def blocks_of(rows: CommitRows) -> dict[str, int]:
+    """Returns the block sizes of `commit_row`, by name."""
     stops = rows.stop_ids.shape[1]
     places = max(_MIN_PLACES, triton.next_power_of_2(rows.block.shape[1]))
-    return CommitBlocks(places, triton.next_power_of_2(stops), stops)
+    return {"PLACES": places, "STOPS": triton.next_power_of_2(stops), "NUM_STOPS": stops}

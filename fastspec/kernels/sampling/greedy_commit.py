@@ -108,13 +108,14 @@ def _verify_kernel(
     CHUNK: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP: tl.constexpr,
-    BLOCKS: tl.constexpr,  # CommitBlocks
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    PLACES: tl.constexpr = BLOCKS.PLACES
     logits_ptr, logits_stride, vocab = given.logits, given.logits_stride, given.vocab
     chunk, line = tl.program_id(0), tl.program_id(1)
     row = (line // (num_drafts + 1)).to(tl.int64)
@@ -164,7 +165,9 @@ def _verify_kernel(
             recorded,
             details_width,
             TOP,
-            BLOCKS,
+            PLACES,
+            STOPS,
+            NUM_STOPS,
         )
         tl.store(best_ptr, tl.zeros([PLACES], tl.int64), mask=in_block)  # after the barrier in commit_row
         tl.store(row_arrivals_ptr, 0)
@@ -204,7 +207,7 @@ def verify_commit(
         places - 1,
         *logprobs.sizes_of(record),
         CHUNK=chunk,
-        BLOCKS=blocks_of(rows),
+        **blocks_of(rows),
         **({"num_warps": warps} | logprobs.constants_of(record, rows, lines.vocab)),
     )
 

@@ -397,25 +397,6 @@ class EndWork(NamedTuple):
     draft_probs: Any  # None: the proposer is deterministic
 
 
-class EndBlocks(NamedTuple):
-    """Constexprs of the last launch.
-
-    Attributes:
-        RULE: verification rule, a value of RULES.
-        TOP: result of `logprobs.width_of`.
-        CHUNK: number of ids per CTA.
-        MAX_FOUND: capacity of a place's list of ids.
-        MAX_LISTED, LISTED: the module's constants with these names, limited to MAX_FOUND.
-    """
-
-    RULE: int
-    TOP: int
-    CHUNK: int
-    MAX_FOUND: int
-    MAX_LISTED: int
-    LISTED: int
-
-
 def end_chunk() -> int:
     """Returns the number of ids per CTA in the last launch: fewer than before, as sampling needs more registers."""
     return max(GROUP, sampled_parts.CHUNK // 4)
@@ -440,18 +421,20 @@ def _end_kernel(
     places,  # K + 1
     parts,  # number of groups of CTAs among which the places of a row are split
     details_width,
-    LAUNCHED: tl.constexpr,  # EndBlocks
-    BLOCKS: tl.constexpr,  # CommitBlocks
+    RULE: tl.constexpr,  # a value of RULES
+    TOP: tl.constexpr,  # result of `logprobs.width_of`
+    CHUNK: tl.constexpr,  # ids per CTA
+    MAX_FOUND: tl.constexpr,  # capacity of a place's list
+    MAX_LISTED: tl.constexpr,  # the constants above, at most MAX_FOUND
+    LISTED: tl.constexpr,
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    RULE: tl.constexpr = LAUNCHED.RULE
-    CHUNK: tl.constexpr = LAUNCHED.CHUNK
-    MAX_FOUND: tl.constexpr = LAUNCHED.MAX_FOUND
-    LISTED: tl.constexpr = LAUNCHED.LISTED
-    PLACES: tl.constexpr = BLOCKS.PLACES
     counters_ptr, arrivals_ptr, records_ptr, q_ptr = work.counters, work.arrivals, work.records, work.draft_probs
     groups_ptr, found_ptr = work.groups, work.found
     vocab, groups = source.vocab, source.groups
@@ -471,7 +454,7 @@ def _end_kernel(
     low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
     if running & (temperature > 0):
         low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
-        dense = is_shared(num_listed, kinds, place, low, high, LAUNCHED.MAX_LISTED)
+        dense = is_shared(num_listed, kinds, place, low, high, MAX_LISTED)
         handled = dense.to(tl.int32)
         chunks = tl.cdiv(vocab, CHUNK)
         if dense:
@@ -492,7 +475,7 @@ def _end_kernel(
                         line_q,
                         *(dist, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
                         *(draft, c, (at < counts) & (RULE != BY_COUPLING), seed, length + at, begin, min_p),
-                        *(RULE, CHUNK, BLOCKS.NUM_STOPS),
+                        *(RULE, CHUNK, NUM_STOPS),
                     )
             workers = parts * tl.num_programs(0)
         else:
@@ -544,8 +527,10 @@ def _end_kernel(
             tl.cast(source.logits_stride, tl.int64),
             recorded,
             details_width,
-            LAUNCHED.TOP,
-            BLOCKS,
+            TOP,
+            PLACES,
+            STOPS,
+            NUM_STOPS,
         )
         tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
         # after the barrier in commit_row all threads have read the counters
@@ -607,15 +592,9 @@ def sampled_commit(
         *((0, 0) if draft_probs is None else draft_probs.stride()[:2]),
         *(tokens_width, *others, batch, rows.block.shape[1], parts),
         details_width,
-        LAUNCHED=EndBlocks(
-            RULES[rule],
-            logprobs.width_of(record, rows),
-            chunk,
-            max_found,
-            min(MAX_LISTED, max_found),
-            min(LISTED, max_found),
-        ),
-        BLOCKS=committing.blocks_of(rows),
+        **{"RULE": RULES[rule], "TOP": logprobs.width_of(record, rows), "CHUNK": chunk, "MAX_FOUND": max_found},
+        **{"MAX_LISTED": min(MAX_LISTED, max_found), "LISTED": min(LISTED, max_found)},
+        **committing.blocks_of(rows),
         **LAUNCH,
         **sampled_parts.OPTIONS,
     )

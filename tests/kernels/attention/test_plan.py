@@ -78,7 +78,7 @@ def test_no_more_ctas_than_run_at_a_time_whatever_the_number_of_sms(capability: 
 def test_long_rows_fill_the_device(tiles: int, ctas_per_sm: int) -> None:
     planned = plan.late_plan(H100, plan.Pass(4, tiles, 128), 500)
     assert planned.grid == (tiles, plan.ctas_of_late_tile(tiles, ctas_per_sm * H100.sms))
-    assert planned.constants["STAGES"][0] * 64 * 128 * 2 == {1: 112, 2: 64}[ctas_per_sm] * 1024
+    assert planned.constants["STAGES"] * 64 * 128 * 2 == {1: 112, 2: 64}[ctas_per_sm] * 1024
     assert plan.late_plan(H100, plan.Pass(4, tiles, 128), 2).grid[1] <= 2
 
 
@@ -87,7 +87,7 @@ def test_eight_bits_have_two_ctas_to_an_sm_where_there_are_many_splits(splits: i
     """Both pipelines fit into an SM as often as the plan says, beside 64 queries of 16 bits."""
     planned = plan.late_plan(H100, plan.Pass(4, 8, 128), splits, narrow=True)
     assert planned.grid == (8, min(splits, plan.ctas_of_late_tile(8, ctas_per_sm * H100.sms)))
-    narrow, wide = planned.constants["STAGES"]
+    narrow, wide = planned.constants["STAGES"], planned.constants["CONVERTED"]
     assert (64 * 128 * (narrow + 2 * wide) + 64 * 128 * 2 + 2048) * ctas_per_sm <= 228 * 1024
 
 

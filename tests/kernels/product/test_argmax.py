@@ -30,12 +30,12 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
             x, weight, arguments = case(rows, vocab, k, torch.bfloat16, device, epilogue)
             logits = packed.dispatch.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=PDL[device])
             for limit in (1, 2, 100, vocab, 10**6):
-                picked = packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device])
+                picked = packed.dispatch.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device])
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
                 assert not scratch.any()
             for limit in (0, 1, 100, vocab):
                 keys = torch.full((rows,), 7, dtype=torch.uint64, device=device)
-                packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device], out=keys)
+                packed.dispatch.packed_argmax(x, weight, limit, scratch, **arguments, pdl=PDL[device], out=keys)
                 assert torch.equal(keys.view(torch.int64), reference.keys_of(logits, limit)), (rows, limit)
                 assert not scratch.any()
 
@@ -55,7 +55,7 @@ def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
             x, weight, arguments = case(rows, 304, 512, torch.bfloat16, "cpu", "norm")
             logits = packed.dispatch.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=True)
             for limit in (1, 100, 304):
-                picked = packed.argmax.packed_argmax(x, weight, limit, scratch, **arguments, pdl=True)
+                picked = packed.dispatch.packed_argmax(x, weight, limit, scratch, **arguments, pdl=True)
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
                 assert not scratch.any()
 
@@ -92,11 +92,11 @@ def test_ties_zeros_and_values_that_are_not_numbers(
         x, head = rigged(values, device)
         scratch = room(39, device)
         for rows in (x, x.repeat(5, 1), x.repeat(13, 1)):
-            picked = packed.argmax.packed_argmax(rows, head, limit, scratch, pdl=PDL[device])
+            picked = packed.dispatch.packed_argmax(rows, head, limit, scratch, pdl=PDL[device])
             assert picked.tolist() == [expected] * len(rows)
             assert reference.packed_argmax(rows, head, limit).tolist() == [expected] * len(rows)
             keys = torch.zeros(len(rows), dtype=torch.uint64, device=device)
-            packed.argmax.packed_argmax(rows, head, limit, scratch, pdl=PDL[device], out=keys)
+            packed.dispatch.packed_argmax(rows, head, limit, scratch, pdl=PDL[device], out=keys)
             assert reference.largest_of([keys.view(torch.int64)], 160).tolist() == [expected] * len(rows)
             assert not scratch.any()
 
@@ -107,8 +107,8 @@ def test_writes_where_it_is_told_and_nowhere_else(device: str) -> None:
         x, weight, _ = case(6, 64, 128, torch.bfloat16, device)
         table = torch.full((6, 3), -7, dtype=torch.int64, device=device)
         scratch = room(6, device)
-        expected = packed.argmax.packed_argmax(x, weight, 64, scratch, pdl=PDL[device])
-        given = packed.argmax.packed_argmax(x, weight, 64, scratch, pdl=PDL[device], out=table[:, 1])
+        expected = packed.dispatch.packed_argmax(x, weight, 64, scratch, pdl=PDL[device])
+        given = packed.dispatch.packed_argmax(x, weight, 64, scratch, pdl=PDL[device], out=table[:, 1])
         assert given.data_ptr() == table[:, 1].data_ptr()
         assert torch.equal(table[:, 1], expected)
         assert (table[:, [0, 2]] == -7).all()
@@ -117,8 +117,7 @@ def test_writes_where_it_is_told_and_nowhere_else(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("vocab", "k"), [(128256, 2048), (151936, 896), (128256, 4096)])
 def test_the_argmax_over_heads_of_real_size_equals_the_definition(vocab: int, k: int) -> None:
-    from fastspec.kernels.product.argmax import packed_argmax
-    from fastspec.kernels.product.dispatch import packed_linear
+    from fastspec.kernels.product.dispatch import packed_argmax, packed_linear
 
     scratch = room(200, "cuda")
     for rows in (1, 6, 13, 40, 64, 70, 160, 200):
@@ -145,4 +144,4 @@ def test_what_does_not_go_together_is_refused(change: dict[str, Any], match: str
         x, head = rigged({}, "cpu")
         given = {"x": x, "weight": head, "limit": 5, "scratch": room(3, "cpu")}
         with pytest.raises(ValueError, match=match):
-            packed.argmax.packed_argmax(**{**given, **change}, pdl=False)
+            packed.dispatch.packed_argmax(**{**given, **change}, pdl=False)

@@ -17,8 +17,8 @@ pytestmark = pytest.mark.long
 MULTIPROCESSOR = 233_472  # bytes of shared memory that an H200's has
 # bytes of a thread that may wait in memory, by kernel, architecture and where the table first reaches the launch
 SPILLS = {
-    ("small_m_kernel", 80, "10240x8192 norm+bias 1"): 32,
-    ("small_m_kernel", 120, "10240x8192 norm+bias 1"): 40,
+    ("few_rows_kernel", 80, "10240x8192 norm+bias 1"): 32,
+    ("few_rows_kernel", 120, "10240x8192 norm+bias 1"): 40,
 }
 
 
@@ -47,8 +47,8 @@ def test_what_one_architecture_launches_beside_another_compiles() -> None:
 
 
 def _check(reports: list[dict[str, Any]], arch: int) -> None:
-    kernels = {"tma_kernel", "regroup_kernel", "sum_kernel"} if arch == 90 else {"large_m_kernel", "norm_kernel"}
-    assert {report["kernel"] for report in reports} <= kernels | {"small_m_kernel"}
+    kernels = {"tma_kernel", "regroup_kernel", "sum_kernel"} if arch == 90 else {"many_rows_kernel", "norm_kernel"}
+    assert {report["kernel"] for report in reports} <= kernels | {"few_rows_kernel"}
     assert any(report["product"] for report in reports)
     for report in reports:
         assert fits(report, arch, SPILLS.get((report["kernel"], arch, report["call"]), 0)), report

@@ -31,9 +31,9 @@ def modules(device: str, capability: tuple[int, int] = (9, 0), late: bool = True
         with simulated(capability, late) as found:
             yield found
     else:
-        from fastspec.kernels.product import argmax, dispatch, plan
+        from fastspec.kernels.product import dispatch, plan
 
-        yield SimpleNamespace(plan=plan, dispatch=dispatch, argmax=argmax)
+        yield SimpleNamespace(plan=plan, dispatch=dispatch)
 
 
 def case(
@@ -107,7 +107,7 @@ def test_gates_by_gelu(capability: tuple[int, int], device: str) -> None:
 def test_bits_of_a_row_in_every_tile(epilogue: str, capability: tuple[int, int], monkeypatch: Any) -> None:
     """For every split: alone, in every kernel and tile that rows come in. K ends with half of a K tile of 128."""
     with modules("cpu", capability) as packed:
-        for split in {split for split, _ in packed.plan.SMALL} | {packed.plan.Split(8, 64, 2)}:
+        for split in {split for split, _ in packed.plan.FEW_ROW_TILES} | {packed.plan.Split(8, 64, 2)}:
             monkeypatch.setattr(packed.plan, "split_of", lambda n, k, split=split: split)
             x, weight, arguments = case(70, 144, 1472, torch.bfloat16, "cpu", epilogue)
             whole = packed.dispatch.packed_linear(x, weight, **arguments, pdl=True)
@@ -147,7 +147,7 @@ def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatc
     """
     with modules("cpu") as packed:
         launch = packed.plan
-        ragged = [(split, 272, 1472) for split in {split for split, _ in launch.SMALL}]
+        ragged = [(split, 272, 1472) for split in {split for split, _ in launch.FEW_ROW_TILES}]
         ragged += [(launch.Split(8, 64, 2), 272, 1408), (launch.Split(4, 128, 2), 272, 1472)]
         for split, n, k in [*ragged, (launch.Split(4, 64), 256, 1024), (launch.Split(8, 128), 256, 2048)]:
             monkeypatch.setattr(launch, "split_of", lambda n, k, split=split: split)
@@ -382,7 +382,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
         for rows in ROWS:
             for whole in (False, True):
                 tile = launch.tile_of(n, k, rows, Gpu(capability, 132), whole)
-                if isinstance(tile, launch.Small):
+                if isinstance(tile, launch.FewRows):
                     assert rows <= tile.rows <= 32
                     assert 1 <= tile.row_depth <= tile.depth <= steps
                 elif isinstance(tile, launch.Tma):
@@ -402,7 +402,7 @@ def test_every_weight_has_a_launch(n: int, k: int, capability: tuple[int, int]) 
                         assert tile.programs == -(-tiles // -(-tiles // 132)) <= 132
                 else:
                     assert rows > 16
-                    assert isinstance(tile, launch.Large)
+                    assert isinstance(tile, launch.ManyRows)
                     assert tile.depth >= 2
 
 

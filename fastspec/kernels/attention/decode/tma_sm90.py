@@ -308,8 +308,8 @@ def shares_kernel(
     D: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
     KEYS: gl.constexpr,  # keys in a tile; the bits of a row depend on it
-    # tiles of K or V in the pipeline; for an 8-bit cache also the number of converted 16-bit tiles, else 0
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr,  # tiles of K or V in the pipeline
+    CONVERTED: gl.constexpr,  # for an 8-bit cache the number of converted 16-bit tiles, else 0
     PDL: gl.constexpr,
 ):
     """Computes the attention of query tile t over the i-th of its CTAs' sets of splits, in CTA (t, i).
@@ -317,7 +317,7 @@ def shares_kernel(
     `split_number` says which splits those are. For the arguments see `_decode_kernel` of portable.py.
     """
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
-    NARROW: gl.constexpr = STAGES[1] > 0
+    NARROW: gl.constexpr = CONVERTED > 0
     tiles = (num_queries * GROUP + ROWS - 1) // ROWS
     tile, pair = gl.program_id(0) % tiles, gl.program_id(0) // tiles
     batch, kv_head = (pair // KV_HEADS).to(gl.int64), pair % KV_HEADS
@@ -340,8 +340,8 @@ def shares_kernel(
     qs = gl.allocate_shared_memory(DTYPE, [1, ROWS, D], lay)
     stored = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(stored.index(0), count=1)
-    loaded = _pipeline(gl.uint8 if NARROW else DTYPE, stored, STAGES[0], KEYS, D, tile_layout(D, NARROW))
-    pipeline = _pipeline(DTYPE, stored, STAGES[1], KEYS, D, lay) if NARROW else loaded
+    loaded = _pipeline(gl.uint8 if NARROW else DTYPE, stored, STAGES, KEYS, D, tile_layout(D, NARROW))
+    pipeline = _pipeline(DTYPE, stored, CONVERTED, KEYS, D, lay) if NARROW else loaded
     fence_async_shared()
 
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)

@@ -23,8 +23,8 @@ LESS_EIGHT = gl.constexpr(-0x617F6180)  # 0x9E809E80
 
 @gluon.constexpr_function
 def bits_of(FORM):
-    """Returns the number of bits of a code."""
-    return 4 if FORM in ("int4", "fp4", "mxfp4") else 8
+    """Returns the number of bits of a code, or of a value."""
+    return 16 if FORM == "values" else 4 if FORM in ("int4", "fp4", "mxfp4") else 8
 
 
 @gluon.constexpr_function
@@ -198,10 +198,10 @@ def raised(words, FORM: gl.constexpr):
 
     With 4-bit codes it returns x, because those codes are multiplied themselves.
     """
-    if bits_of(FORM) == 4:
-        return words
-    else:
+    if bits_of(FORM) == 8:
         return raised_rows(words)
+    else:
+        return words
 
 
 @gluon.jit

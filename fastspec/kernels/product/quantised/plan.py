@@ -1,62 +1,18 @@
-"""Launch plans of products with quantised weights: the split of K for a weight, and tiles for a number of rows of x.
+"""Tables of `product.plan` for quantised weights: the split of K, and tiles for a number of rows of x.
 
-This module computes with numbers. It needs neither Triton nor a GPU. `MEASURED_ON` says on which GPU the tables were
-measured. None: results are correct, but tiles are guesses.
+Measured on NVIDIA H100 and H200, with shapes of Llama 3.1 8B and 3.2 1B, weights not cached.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from fastspec.kernels.common.code_packing import Form
 from fastspec.kernels.gpu import Gpu
-from fastspec.kernels.product.plan import Split, cdiv
+from fastspec.kernels.product.plan import FewRows, Split, Wide, cdiv
 
-MEASURED_ON: str | None = "NVIDIA H100 and H200"  # bf16, shapes of Llama 3.1 8B and 3.2 1B, weights not cached
 MAX_ROWS = 64  # largest number of rows of x in one CTA
 BLOCK = 8  # rows of x in one product of the tensor core
 SHORT = 2048  # up to this K sums are split in 4, above in 8
-WIDE = {"fp8", "int8", "off8"}  # forms with 8 bits
-
-
-@dataclass(frozen=True, slots=True)
-class FewRowsTile:
-    """Launch of the kernel for few rows.
-
-    Attributes:
-        weight_rows: rows of the weight in one CTA: 16, 32 or 64.
-        blocks: number of blocks of 8 rows of x in one CTA, a power of two. A converted weight is multiplied with all of
-            them.
-        depth, row_depth: K tiles of the weight and of x that are loaded ahead. row_depth 0: x is loaded when it is
-            needed.
-        registers: limit per thread.
-    """
-
-    weight_rows: int
-    blocks: int
-    depth: int
-    row_depth: int
-    registers: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Wide:
-    """Launch of the kernel for many rows, on sm_90.
-
-    Attributes:
-        weight_rows, rows: rows of the weight and of x in one CTA.
-        warps: number of multiplying warps: one for each 16 weight rows.
-        stages: number of K tiles in shared memory.
-        splits: number of splits of K that a CTA sums. If not all, another kernel adds the partial sums.
-        registers: limit per thread.
-    """
-
-    weight_rows: int
-    rows: int
-    warps: int
-    stages: int
-    splits: int
-    registers: int
+EIGHT_BITS = {"fp8", "int8", "off8"}  # forms with 8 bits
 
 
 WIDE_FROM: dict[Form, int] = {"fp8": 9, "int8": 9, "off8": 9, "int4": 17}  # smallest number of rows of x
@@ -124,19 +80,19 @@ def split_of(form: Form, n: int, k: int) -> Split:
     return Split(measured[0] if measured else 4 if k <= SHORT else 8, 128)
 
 
-def tile_of(form: Form, n: int, k: int, rows: int) -> FewRowsTile:
+def tile_of(form: Form, n: int, k: int, rows: int) -> FewRows:
     """Returns the launch for `rows` rows of x and a weight [N, K]."""
     blocks = 1
     while blocks * BLOCK < min(rows, MAX_ROWS):
         blocks *= 2
     tiles = dict(zip((1, 2, 4, 8), MEASURED.get((form, n, k), (0, ()))[1], strict=False))
-    weight_rows, depth, row_depth = tiles.get(blocks) or DEFAULT[8 if form in WIDE else 4, blocks]
+    weight_rows, depth, row_depth = tiles.get(blocks) or DEFAULT[8 if form in EIGHT_BITS else 4, blocks]
     split = split_of(form, n, k)
     steps = cdiv(k, split.split_k * split.k_tile)
-    return FewRowsTile(weight_rows, blocks, min(depth, steps), min(row_depth, depth, steps))
+    return FewRows(weight_rows, blocks * BLOCK, min(depth, steps), min(row_depth, depth, steps))
 
 
-def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole: bool) -> FewRowsTile | Wide:
+def launch_of(form: Form, group: int, n: int, k: int, rows: int, gpu: Gpu, whole: bool) -> FewRows | Wide:
     """Returns the launch for `rows` rows of x and a weight [N, K]; `group` values of K share a scale, 0: all.
 
     Args:
@@ -152,10 +108,10 @@ def wide_of(form: Form, n: int, k: int, rows: int, sms: int, whole: bool) -> Wid
     room = 16
     while room < min(rows, MAX_ROWS):
         room *= 2
-    weight_rows, warps, resident, registers = WIDE_SHAPES[room if form in WIDE else 32]
+    weight_rows, warps, resident, registers = WIDE_SHAPES[room if form in EIGHT_BITS else 32]
     split, tiles = split_of(form, n, k).split_k, cdiv(n, weight_rows) * cdiv(rows, room)
     apart = 1
     while not whole and 2 * apart <= split and tiles * 2 * apart <= sms * resident:
         apart *= 2
-    stage = weight_rows * 64 * (2 if form in WIDE else 1) + room * 256
+    stage = weight_rows * 64 * (2 if form in EIGHT_BITS else 1) + room * 256
     return Wide(weight_rows, room, warps, min(MAX_STAGES, SHARED_BYTES[resident] // stage), split // apart, registers)

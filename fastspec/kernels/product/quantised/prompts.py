@@ -136,6 +136,7 @@ class _Buffers:
         return self._held[self._turn], known
 
 
+# state of the process and not of a generator: a closed generator's kernels may still read them, see above
 _BUFFERS: dict[tuple[torch.device, int], _Buffers] = {}
 
 

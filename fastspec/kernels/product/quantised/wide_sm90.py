@@ -7,7 +7,7 @@ their sums in the same order.
 One warp loads K tiles of codes and of x by TMA. The other warps load codes from shared memory, convert them in
 registers, once for all rows, and multiply by wgmma. The other operand of wgmma is x in shared memory, regrouped as in
 `product.tma_sm90`. For 8-bit codes x is already raised (`split_k.permuted_rows`). These codes are subnormal numbers,
-and the tensor core truncates sums by the exponents of its operands. So both operands must have the values of
+and the tensor core truncates sums by the exponents of its weight. So both operands must have the values of
 few_rows.py.
 """
 
@@ -46,7 +46,7 @@ from fastspec.kernels.product.quantised.conversion import (
     offset_of,
     units_of,
 )
-from fastspec.kernels.product.quantised.loads import groups_of, pieces_of
+from fastspec.kernels.product.reader import groups_of, pieces_of
 from fastspec.kernels.product.tma_sm90 import group_operand, group_sums, pieces_layout
 
 
@@ -63,22 +63,6 @@ class LoadRing(NamedTuple):
     ws: Any
     full: Any
     free: Any
-
-
-class WideEpilogue(NamedTuple):
-    """Pointers for the operations on complete sums. None: absent.
-
-    Attributes:
-        squares, eps: fp32 [S, M], sums of squares of rows, and epsilon of a norm whose weight is already in x.
-        bias, residual, out, keys: see `CodesEpilogue` of few_rows.py.
-    """
-
-    squares: Any
-    eps: Any
-    bias: Any
-    residual: Any
-    out: Any
-    keys: Any
 
 
 UNIT = gl.constexpr(64)  # values of K in one product
@@ -205,13 +189,13 @@ def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S:
 
 @gluon.jit
 def _less_offset(part, total, FORM: gl.constexpr):
-    """Subtracts the offset of codes; see `_less_offset` in few_rows.py."""
+    """Subtracts the offset of codes; see `less_offset` of reader.py."""
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
 @gluon.jit
 def _pass(
-    step, loaded, ring, operands, ones, tile, split, N, last,
+    step, loaded, ring, weight, ones, tile, split, N, last,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
@@ -255,8 +239,8 @@ def _pass(
                     part = warpgroup_mma(units[u], x, part, is_async=True)
                 parts = parts + (part,)
             pieces = _codes_of(following, ws, full, WARPS)
-            more = _scales_of(operands.scales, following, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
-            more_zeros = _zeros_of(operands.zeros, following, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
+            more = _scales_of(weight.scales, following, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
+            more_zeros = _zeros_of(weight.zeros, following, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
             done = warpgroup_mma_wait(0, deps=parts + units)
             for g in gl.static_range(GROUPS):
                 scale, part = gl.broadcast(scales[g], done[g])
@@ -271,21 +255,22 @@ def _pass(
 
 @gluon.jit
 def _multiply(
-    operands, epilogue, parts_ptr, ring, tile, first_row, split, M, N, limit,
+    weight, squares_ptr, epilogue, ring, tile, first_row, split, M, N, eps, limit,
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
-    PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr,
+    PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps: sums SPLITS splits of K, then stores them to `parts_ptr`, or applies the epilogue to
+    """Runs the multiplying warps: sums SPLITS splits of K, then stores them as parts, or applies the epilogue to
     complete sums.
     """
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     R: gl.constexpr = ring.ws.shape[1] * 16
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
     last = T * SPLITS - 1
-    scales = _scales_of(operands.scales, 0, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
+    scales = _scales_of(weight.scales, 0, tile, split, like, N, K, S, T, GROUP, PAIRS, R)
     pieces = _codes_of(0, ring.ws, ring.full, WARPS)
     codes: gl.constexpr = pieces[0].type.layout
-    zeros = _zeros_of(operands.zeros, 0, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
+    zeros = _zeros_of(weight.zeros, 0, tile, split, codes, N, K, S, T, GROUP, PAIRS, R)
     ones = ()
     if offset_of(FORM) > 0:
         ones = _ones(pieces[0], like)
@@ -296,7 +281,7 @@ def _multiply(
     step, loaded = 0, (pieces, scales, zeros)
     for i in range(SPLITS):
         step, loaded, acc = _pass(
-            step, loaded, ring, operands, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
+            step, loaded, ring, weight, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
         )  # fmt: skip
         if parts_ptr is not None:  # each split separately, because the kernel that adds them needs their order
             base = parts_ptr + ((split + i) * M + first_row).to(gl.int64) * N
@@ -304,22 +289,22 @@ def _multiply(
         else:
             sums += acc
     if parts_ptr is None:
-        factor = gl.load(operands.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
+        factor = gl.load(weight.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
         factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
         total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
-        if epilogue.squares is not None:
+        if squares_ptr is not None:
             # each thread computes the factor of one row; if each computed those of its columns, there would be S times
             # as many loads
             row = first_row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-            scale = splits_scale(epilogue.squares, row, row < M, M, epilogue.eps, K, S)
+            scale = splits_scale(squares_ptr, row, row < M, M, eps, K, S)
             total = total * row_factor(scale, total)
-        if epilogue.keys is not None:
-            enter_keys(total, tile, first_row, epilogue.keys, M, N, limit)
+        if keys_ptr is not None:
+            enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
         else:
-            added = addends(total, tile, first_row, epilogue.bias, epilogue.residual, M, N, GATED)
+            added = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
             write_tile(
-                *(total, added, tile, first_row, epilogue.out, M, N, GATED),
-                *(epilogue.bias is not None, epilogue.residual is not None, REGROUP > 0, R, WARPS, REGROUP == 2),
+                *(total, added, tile, first_row, out_ptr, M, N, GATED),
+                *(bias_ptr is not None, residual_ptr is not None, REGROUP, R, WARPS, RAISE),
             )
 
 
@@ -327,23 +312,27 @@ def _multiply(
 def codes_tma_kernel(
     x_desc,  # bf16 [M, K] in blocks of [BM, 64], regrouped; raised for 8-bit codes
     weight_desc,  # int32 words [N / 16, K / 128 * 8 P, 32] in blocks of [R / 16, 8 P, 32], with P pieces per K tile
-    operands,  # CodesOperands of few_rows.py; scales and zero points have their own dtypes
-    epilogue,  # WideEpilogue
-    parts_ptr,  # fp32 [S, M, N], or None if a CTA makes all passes
+    weight,  # WeightParts of reader.py; scales and zero points have their own dtypes
+    squares_ptr,  # fp32 [S, M] or None: sums of squares of the rows of x, for a norm whose weight is already in x
+    epilogue,  # Epilogue of launch.py; parts [S, M, N]
     M,
     N,
+    eps,
     limit,
     out_stride,
     K: gl.constexpr,
     S: gl.constexpr,
     SPLITS: gl.constexpr,  # number of passes over K of one CTA
     FORM: gl.constexpr,
-    GROUP: gl.constexpr,  # values of K that share a scale, 0: all; pairs of scales in a tile: 8, or 1 for all rows
+    GROUP: gl.constexpr,  # values of K that share a scale; 0: all
+    PAIRS: gl.constexpr,  # pairs of scales in a tile: 8, or 1 for all rows
     R: gl.constexpr,
     BM: gl.constexpr,
     STAGES: gl.constexpr,
     WARPS: gl.constexpr,
-    GATED: gl.constexpr,  # also how the result is stored: 0 in order, 1 regrouped as x is, 2 regrouped and raised
+    GATED: gl.constexpr,
+    REGROUP: gl.constexpr,  # True: out is regrouped as x is
+    RAISE: gl.constexpr,  # True: and raised
     PDL: gl.constexpr,
 ):
     """Computes R weight rows by BM rows of x."""
@@ -366,13 +355,13 @@ def codes_tma_kernel(
     gl.warp_specialize(
         [
             (_multiply, (
-                operands, epilogue, parts_ptr, LoadRing(xs, ws, full, free), tile, first_row, split, M, N, limit,
-                K, S, T, SPLITS, FORM, GROUP[0], GROUP[1], WARPS, GATED[0], GATED[1],
+                weight, squares_ptr, epilogue, LoadRing(xs, ws, full, free), tile, first_row, split, M, N, eps, limit,
+                K, S, T, SPLITS, FORM, GROUP, PAIRS, WARPS, GATED, REGROUP, RAISE,
             )),
             (_fetch, (x_desc, weight_desc, xs, ws, full, free, tile, first_row, split, T, S, SPLITS, BYTES, PDL)),
         ],
         [1], [32],  # number of extra warps, and registers of each of their threads
     )
     # fmt: on
-    if epilogue.keys is not None:
-        write_argmax(epilogue.keys, epilogue.out, out_stride, M, WARPS)
+    if epilogue.keys_ptr is not None:
+        write_argmax(epilogue.keys_ptr, epilogue.out_ptr, out_stride, M, WARPS)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fastspec.kernels.common.codes import Codes
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.product.plan import FewRows, Wide
 from fastspec.kernels.product.quantised import plan
-from fastspec.kernels.product.quantised.plan import FewRowsTile, Wide
 from tests.helpers import gluon_simulator
 from tests.helpers.devices import devices
 from tests.helpers.gluon_values import Values, widened
@@ -87,7 +87,7 @@ def test_every_code_is_exact(name: str, device: str) -> None:
     assert torch.equal(ours.T.cpu(), codes.dequantise(torch.float32))
 
 
-TILES = [FewRowsTile(*tile) for tile in ((16, 1, 3, 2), (32, 1, 1, 0), (64, 2, 2, 1), (16, 4, 2, 0), (32, 8, 1, 1))]
+TILES = [FewRows(*tile) for tile in ((16, 8, 3, 2), (32, 8, 1, 0), (64, 16, 2, 1), (16, 32, 2, 0), (32, 64, 1, 1))]
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -156,7 +156,7 @@ def test_the_largest_logit_of_a_quantised_head(name: str, device: str) -> None:
             x, _, weight, given = case(name, rows, 304, 384, device, "norm")
             logits = found.dispatch.packed_linear(x, weight, **given, out_dtype=torch.float32, pdl=PDL[device])
             for limit in (1, 100, 304):
-                picked = found.argmax.packed_argmax(x, weight, limit, scratch, **given, pdl=PDL[device])
+                picked = found.dispatch.packed_argmax(x, weight, limit, scratch, **given, pdl=PDL[device])
                 assert torch.equal(picked, logits[:, :limit].argmax(-1)), (rows, limit)
             assert not scratch.any()
 
@@ -174,7 +174,7 @@ def test_every_weight_has_a_launch(n: int, k: int) -> None:
         for rows in range(1, 130):
             tile = plan.tile_of(form, n, k, rows)
             assert 0 <= tile.row_depth <= tile.depth <= -(-k // (split.split_k * split.k_tile))
-            assert min(rows, plan.MAX_ROWS) <= plan.BLOCK * tile.blocks <= plan.MAX_ROWS
+            assert min(rows, plan.MAX_ROWS) <= tile.rows <= plan.MAX_ROWS
             for whole in (False, True):
                 wide = plan.wide_of(form, n, k, rows, 132, whole)
                 assert min(rows, plan.MAX_ROWS) <= wide.rows <= plan.MAX_ROWS
