@@ -9,8 +9,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-MAPPED = Path("/proc/self/maps")  # files mapped into this process, on Linux
-# parts of the paths of NVIDIA tools that write their results at the normal exit of a process
+MAPPED = Path("/proc/self/maps")  # lists the files mapped into this process, on Linux
+# parts of the paths of NVIDIA tools: these write their results at the normal exit of a process
 WATCHED = ("nsight", "sanitizer")
 
 
@@ -30,8 +30,8 @@ def main() -> None:
 def end_now(code: object) -> None:
     """Flushes output and ends the process at once. Python would free its objects one by one, which is slow.
 
-    The operating system frees host and GPU memory. Returns without ending the process, for a normal exit, in four
-    cases: another thread runs, the exit code is a text, output cannot be written, or an NVIDIA profiler is loaded.
+    The operating system frees host and GPU memory. In four cases this function returns, so that Python exits normally:
+    another non-daemon thread runs, the exit code is a text, output cannot be written, or an NVIDIA profiler is loaded.
     """
     waits = any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread())
     if waits or not isinstance(code, int | None) or _is_watched():

@@ -43,8 +43,8 @@ def add(a, b):
 def scale(values, by):
     return [value * by for value in values]
 """
-_AT_ONCE = 8  # number of texts decoded in one batch
-_ENOUGH = 60.0  # seconds of timed runs after which `demo` starts no further round
+_AT_ONCE = 8  # largest batch size, when --num-return-sequences asks for several texts
+_ENOUGH = 60.0  # seconds after which `demo` starts no further timed runs
 
 app = typer.Typer(
     help="Exact speculative decoding for Hugging Face causal language models.",
@@ -57,7 +57,7 @@ app = typer.Typer(
 
 
 def _command(function: Callable[..., None]) -> Callable[..., None]:
-    """Registers a command. The list of commands shows the first line of its docstring."""
+    """Registers `function` as a command. `--help` shows the first line of its docstring in the list of commands."""
     return app.command(short_help=(function.__doc__ or "").partition("\n")[0])(function)
 
 
@@ -124,7 +124,7 @@ def generate(
             proposer=flags.proposer_of(proposer, corpus=corpora, prediction=asked.get("predictions")),
         )
         flags.suggest_draft(target, draft, str(options.get("proposer")) if "proposer" in options else None)
-        # stdin is read once, in this process; the ranks get its text as a flag
+        # this process reads stdin once, and passes the text to the ranks as a flag
         again = [*sys.argv[1:], "--prompt", text] if piped else None
         start_ranks(tensor_parallel, device, again, context=context)
         pieces: list[tuple[str, bool]] = []
@@ -175,9 +175,9 @@ def demo(
 ) -> None:
     """Decodes one prompt with the shipped pair, with and without drafts, and compares time and text.
 
-    The baseline is the faster of two plain decodings: one with exact=True, one with exact=False. With exact=False the
-    bits of a row may depend on the number of rows. With --model the baseline is exact=True; accepted drafts are green,
-    and on a terminal the conversation goes on.
+    The baseline is the faster of two decodings without drafts: one with exact=True, one with exact=False. With
+    exact=False the rounding of a result may depend on the batch size. With --model the baseline is exact=True.
+    Accepted drafts are then green, and on a terminal you can continue the conversation.
     """
     import_all()
     options: dict[str, Any] = {"device": device, **flags.given(tensor_parallel=tensor_parallel)}
@@ -224,7 +224,11 @@ def demo(
 
 
 def _compare(plain: Mapping[str, _Runs], speculative: _Runs) -> None:
-    """Prints the runs, the speed-up over the fastest plain way, and if texts are equal.
+    """Prints the statistics of all runs, the speed-up over the fastest plain decoding, and whether texts are equal.
+
+    Args:
+        plain: runs without drafts by the name of their decoding. The text of "plain" must equal the speculative text.
+        speculative: runs with drafts.
 
     Raises:
         typer.Exit: the texts of plain and speculative decoding differ.
@@ -244,7 +248,15 @@ def _compare(plain: Mapping[str, _Runs], speculative: _Runs) -> None:
 def _converse(
     generator: FastSpecGenerator, question: str, answered: _Runs, max_new_tokens: int, drafts: int | str
 ) -> None:
-    """Answers the lines that the user types, after a first question and its answer. Accepted drafts are green."""
+    """Answers each line that the user types. Accepted drafts are green.
+
+    Args:
+        generator: decodes the answers.
+        question: first message of the conversation.
+        answered: runs that decoded its answer.
+        max_new_tokens: limit of tokens of an answer.
+        drafts: draft tokens per step, or "auto".
+    """
     said = [{"role": "user", "content": question}, {"role": "assistant", "content": answered.results[0][0]}]
     typer.echo("(ask more; /bye or Ctrl-D ends)", err=True)
     for line in lines_typed():
@@ -292,7 +304,10 @@ for _each in (pairs, quantize, chat, serve):
 
 
 class _Runs:
-    """Timed runs of one prompt with one number of drafts per step. A first, untimed run allocates memory."""
+    """Timed runs of one prompt with one number of drafts per step.
+
+    The constructor makes an untimed run, which allocates memory and captures steps.
+    """
 
     def __init__(self, generator: FastSpecGenerator, ids: list[int], max_new_tokens: int, *, drafts: int | str) -> None:
         self._generate = partial(
@@ -303,8 +318,8 @@ class _Runs:
             num_speculative_tokens=drafts,
             do_sample=False,
         )
-        self.results: list[tuple[str, tuple[int, ...]]] = []  # text and its token ids
-        self.pieces: list[tuple[str, bool]] = []  # of the last run: text, and True if a draft completed it
+        self.results: list[tuple[str, tuple[int, ...]]] = []  # (text, token ids) of each run
+        self.pieces: list[tuple[str, bool]] = []  # pieces of the last run's text; True if a draft completed the piece
         self._stats: list[Stats] = []
         self._generate(write=lambda piece, drafted: None, max_new_tokens=min(8, max_new_tokens))
 
@@ -317,11 +332,11 @@ class _Runs:
 
     @property
     def seconds(self) -> float:
-        """Median seconds of a run."""
+        """Median duration of the timed runs, in seconds."""
         return statistics.median(stats.seconds for stats in self._stats)
 
     def __str__(self) -> str:
-        """Formats the runs as one line."""
+        """Formats the statistics of a run, with the median duration, as one line."""
         return str(replace(self._stats[0], seconds=self.seconds))
 
 
@@ -333,7 +348,7 @@ def _opened(
 
 
 def _prompt_ids(generator: FastSpecGenerator, text: str, *, as_message: bool) -> list[int]:
-    """Returns the token ids of a text, or of a conversation that begins with it.
+    """Returns the token ids of `text`, or with `as_message` those of a chat that has `text` as its only message.
 
     Raises:
         ConversationError: the checkpoint has no chat template, or it refuses the message.
@@ -352,7 +367,13 @@ def _generate(
 ) -> GenerateOutput:
     """Decodes a prompt of token ids.
 
-    Calls `write(text, drafted)` for each piece; `drafted` is True if a draft token completed the piece.
+    Calls `write(text, drafted)` for each piece of new text. `drafted` is True if a draft token completed the piece.
+
+    Args:
+        generator: decodes the prompt.
+        ids: token ids of the prompt.
+        write: see above.
+        **options: keyword arguments of `generator.generate`.
     """
     tokenizer = generator.tokenizer
     from fastspec.text.origin import OriginWriter
@@ -373,7 +394,7 @@ def _generate(
 
 
 def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
-    """Streams tokens that are already known through `writer`."""
+    """Passes a prompt and its decoded tokens to a streamer, as `generate` does."""
     import torch
 
     writer.put(torch.tensor(prompt, device="cpu"))
@@ -382,7 +403,7 @@ def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
 
 
 def _by_position(stats: Stats) -> str:
-    """Formats the share of drafting steps that accepted draft 1, 2, .. k."""
+    """Formats the acceptance of each draft position: in which share of drafting steps draft 1, 2, .. k was accepted."""
     shares = stats.accepted_per_position
     if shares is None:
         return "accepted: nothing was drafted"

@@ -91,7 +91,7 @@ def _answer(conversation: Conversation, line: str) -> None:
 
 @dataclass
 class Conversation:
-    """A conversation and its next answer.
+    """A conversation of a user with the model.
 
     Attributes:
         generator: decodes the answers.
@@ -118,7 +118,7 @@ class Conversation:
 
     @property
     def manner(self) -> str:
-        """Text that tells the user if a chat template is used."""
+        """Sentence for the user that says whether a chat template formats the conversation."""
         if self.templated:
             return "a conversation, formatted by the checkpoint's chat template"
         return "the checkpoint has no chat template: it continues your text instead of answering"
@@ -128,7 +128,9 @@ class Conversation:
         self.said = []
 
     def answer(self, text: str, write: Callable[[str], object]) -> None:
-        """Streams the answer to `text`. Ctrl-C stops it; the text so far stays in the conversation.
+        """Decodes the answer to `text`, and passes its pieces to `write` as they arrive.
+
+        Ctrl-C stops the answer. Its text so far stays in the conversation.
 
         Raises:
             ValueError, InvalidLogits: decoding failed. The question is removed from the conversation.
@@ -207,7 +209,7 @@ class Conversation:
 
 
 class _Speed:
-    """Counts the tokens of an answer and the seconds since its first token."""
+    """Decoding speed of an answer: its tokens, and the seconds since the first one."""
 
     def __init__(self) -> None:
         self._count, self._first, self._told = 0, 0.0, 0.0

@@ -36,8 +36,8 @@ FLOORS: Mapping[str, str] = {
 }
 PYTHON_FLOOR = "3.10"
 SEEN_ON_GPUS = "3.6"  # Triton version with which all GPU tests and measurements were run
-# absolute error of attention outputs up to about 4, from inputs with standard deviation 1: twice the rounding error of
-# the weights and the result
+# allowed absolute error of the attention kernel: twice the rounding error of its softmax weights and its output. The
+# inputs have standard deviation 1, and outputs are at most about 4
 TOLERANCE = {torch.bfloat16: 0.06, torch.float16: 0.008, torch.float32: 1e-4}
 REPORT_IT = "if no line marked ! explains it, please report it with this whole text"
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One finding. "fail": decoding does not work. "warn": may explain a fault."""
+    """One finding of a report. Status "fail": decoding does not work. "warn": the finding may explain a fault."""
 
     status: Status
     name: str
@@ -137,7 +137,10 @@ def _first(device: str) -> str:
 
 
 def _section(title: str, lines: Callable[[], Iterator[Line]], worst: Status = "warn") -> Section:
-    """Returns a section with these lines. If computing them raises, the error becomes a line."""
+    """Returns a section with the lines that `lines()` yields.
+
+    If it raises, the section has one line with the error, of status `worst`.
+    """
     made = _attempt(lambda: tuple(lines()), title, worst, REPORT_IT)
     return Section(title, (made,) if isinstance(made, Line) else made)
 
@@ -152,10 +155,10 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def _attempt(probe: Callable[[], T], name: str, status: Status, fix: str) -> T | Line:
-    """Returns the result of `probe`, or a line with its error."""
+    """Returns the result of `probe`. If it raises, returns a line with the error and the given status, name and fix."""
     try:
         return probe()
-    except Exception as error:  # noqa: BLE001  a probe may meet anything a broken machine does, and all of it is news
+    except Exception as error:  # noqa: BLE001  on a broken machine a probe may raise anything, and the report shows it
         text = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         return Line(status, name, _without_home(text), fix)
 
@@ -235,7 +238,7 @@ def _dotted(gpu: GpuFacts) -> str:
 
 
 def _support(gpu: GpuFacts, build: str) -> tuple[Status, str, str | None]:
-    """Returns (status, text, fix) for a device."""
+    """Returns (status, text, fix) of the line about a GPU. `build`: see `torch_build`."""
     if build.startswith("ROCm"):
         return "warn", "AMD devices are untested", "if it fails, use device='cpu'"
     if not gpu.generation.usable:
@@ -288,7 +291,13 @@ def _cache_line(cache: Path, worse: Status) -> Line:
 
 
 def _check_lines(name: str, gpu: GpuFacts | None, probes: Probes) -> Iterator[Line]:
-    """Yields the findings on one device."""
+    """Runs the self-check on one device, and yields its findings.
+
+    Args:
+        name: name of the device for torch.
+        gpu: its properties. None: a CPU, or a device that torch does not list.
+        probes: functions that read the facts.
+    """
     on_gpu = name.startswith("cuda")
     if gpu is not None and not gpu.generation.usable and not probes.torch_build().startswith("ROCm"):
         yield Line("fail", name, f"refused: compute capability {_dotted(gpu)}, 7.0 is the least", "use device='cpu'")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastspec.proposers.ngram import NGram
     from fastspec.proposers.suffix import Remember
 
-_MADE_WITH = "num_speculative_tokens"  # this option is an argument of the constructor on the command line
+_MADE_WITH = "num_speculative_tokens"  # the command line passes this option to the constructor, not to `generate`
 
 
 def _help(keyword: str) -> str:
@@ -123,7 +123,10 @@ Corpus = Annotated[
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds a flag to a command for every row of OPTIONS that has one. The command gets the values in its `**asked`."""
+    """Adds flags to a command: one for every row of OPTIONS that defines a flag.
+
+    Their values reach the command as `**` keyword arguments, by the keyword of the row.
+    """
     own = inspect.signature(command, eval_str=True)
     kinds = {row.keyword: _annotated(row.flag) for row in OPTIONS if isinstance(row.flag, Flag)}
     del kinds[_MADE_WITH]
@@ -202,16 +205,19 @@ def proposer_of(
     prediction: str | None = None,
     remember: Remember | None = None,
 ) -> NGram | None:
-    """Makes the proposer that --proposer names; `suffix` if a text for drafts, or `remember`, is given without it.
+    """Makes the proposer that --proposer names.
+
+    Without --proposer it is `suffix` if any other argument is given, else None.
 
     Args:
         flag: value of --proposer.
-        corpus: texts by name, for whose tokens there is room.
-        prediction: text of --prediction, for whose tokens there is room.
+        corpus: texts of --corpus by name. The proposer reserves memory for all their tokens.
+        prediction: text of --prediction. The proposer reserves memory for all its tokens, too.
         remember: see `Suffix`.
 
     Raises:
-        typer.BadParameter: a flag that cannot be read, or `ngram` with a text that it does not look into.
+        typer.BadParameter: --proposer cannot be parsed, or it is `ngram`, which uses no other argument, and one is
+            given.
     """
     texts = [name for name, given in (("--corpus", corpus), ("--prediction", prediction)) if given]
     texts += ["--remember"] if remember else []
@@ -238,12 +244,19 @@ def proposer_of(
 
 
 def corpora_of(files: Sequence[Path] | None) -> dict[str, str]:
-    """Reads the files of --corpus: texts by the files' names."""
+    """Returns the texts of the files that --corpus names, by file name."""
     return {str(file): text_of(file, "--corpus") for file in files or ()}
 
 
 def check_values(flags: Mapping[str, Any]) -> None:
-    """Refuses numbers out of range and texts that are not UTF-8, before models are loaded."""
+    """Refuses numbers out of range and texts that are not UTF-8, before models are loaded.
+
+    Args:
+        flags: values by the command's parameter names. Missing names are not checked.
+
+    Raises:
+        typer.BadParameter: a number is out of range, or a text is not UTF-8.
+    """
     from fastspec.inputs.row_options import read_number  # imports torch, which `--help` must not
     from fastspec.inputs.values import whole
 
@@ -330,9 +343,9 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Drops options that are None, so that defaults apply.
+    """Returns the options that are not None, so that defaults apply to the others.
 
-    Then draft_quantization="none" becomes None (no rounding).
+    Then draft_quantization="none" becomes None: the draft's weights are not rounded.
     """
     found = {name: value for name, value in options.items() if value is not None}
     return found | ({"draft_quantization": None} if found.get("draft_quantization") == "none" else {})
@@ -350,7 +363,7 @@ def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -
 def opened(context: typer.Context, target: str, draft: str | None, **options: Any) -> FastSpecGenerator:
     """Makes the generator of a command.
 
-    A program that calls `app(obj=factory)` replaces `FastSpecGenerator` by its `factory`.
+    A program can call `app(obj=factory)`; then `factory` is called in place of `FastSpecGenerator`.
     """
     if context.obj is not None:
         made: FastSpecGenerator = context.obj(target, draft, **options)
@@ -363,9 +376,11 @@ def opened(context: typer.Context, target: str, draft: str | None, **options: An
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
     """Makes the entries of a TOML file the defaults of a command's flags. A flag on the command line wins.
 
+    Returns `file`, as typer expects of the callback of a flag.
+
     Args:
         context: the command's context.
-        file: its keys are flags without the leading dashes; None: there is none.
+        file: TOML file, whose keys are flags without the leading dashes. None: the defaults stay.
 
     Raises:
         typer.BadParameter: the file cannot be read, or a key is no flag of the command.

@@ -12,7 +12,9 @@ GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def write_text(text: str, colour: str = "") -> None:
-    """Writes a piece of text to stdout. On a terminal control characters are removed; a pipe gets the text unchanged.
+    """Writes a piece of text to stdout. For a terminal control characters are escaped, for a pipe they are not.
+
+    Characters that the encoding of stdout does not have are written as backslash escapes.
 
     Args:
         text: text of the model, which may contain control characters.
@@ -29,7 +31,7 @@ def write_text(text: str, colour: str = "") -> None:
 
 
 class StatusLine:
-    """Status in the last line of a terminal, while text scrolls above it. A context manager.
+    """Status in the last line of a terminal, while other text scrolls above it. A context manager.
 
     Writes nothing if stdout or stderr is not a terminal.
     """

@@ -1,4 +1,4 @@
-"""`fastspec pairs`: lists drafts that fit a model, from a table in the package."""
+"""`fastspec pairs`: lists draft models that fit a target, from a table in the package."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastspec.models.pairs import GROUPS, natural_pairs
 def pairs(
     model: Annotated[str | None, typer.Argument(help="Directory or Hub id. Default: the whole table.")] = None,
 ) -> None:
-    """Lists drafts for a model: smaller models with the same tokenizer. Needs no network."""
+    """Lists draft models for a target: smaller models with the same tokenizer. Needs no network."""
     if model is None:
         for group in GROUPS:
             write_text(f"{group.name}: {', '.join(name for name, _ in group.models)}\n")

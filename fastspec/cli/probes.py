@@ -51,16 +51,21 @@ class GpuFacts:
 
     @property
     def generation(self) -> Gpu:
-        """`Gpu` of this device: properties on which kernels depend."""
+        """Compute capability of this device as a `Gpu`, without its number of SMs."""
         return Gpu(self.capability, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of `self_check`: statistics of the greedy runs, and whether texts and repeated samples are equal.
+    """Result of `self_check`.
 
-    `auto` is the run with num_speculative_tokens="auto". A run is None if there was no time for it; `unfinished` has
-    its name.
+    Attributes:
+        pair: name of the pair of models that ran.
+        equal: True if all greedy runs gave the same text. None: fewer than two were completed.
+        repeated: True if two sampled runs with one seed gave the same text. None: they were not completed.
+        plain, speculative, auto: statistics of the greedy runs without drafts, with 4 drafts per step, and with
+            num_speculative_tokens="auto". None: there was no time for the run.
+        unfinished: names of the comparisons and runs that were not completed.
     """
 
     pair: str
@@ -104,7 +109,10 @@ def installed_version(package: str) -> str | None:
 
 
 def without_bytecode() -> tuple[str, ...]:
-    """Names large imported packages for which Python can neither read nor write .pyc files."""
+    """Returns the names of large imported packages without compiled .pyc files.
+
+    Python compiles the sources of these packages again at each start.
+    """
     modules = {name: sys.modules.get(name) for name in ("torch", "transformers")}
     files = {name: module.__file__ for name, module in modules.items() if module is not None and module.__file__}
     return tuple(name for name, file in files.items() if not os.path.exists(cache_from_source(file)))
@@ -131,7 +139,7 @@ def nvidia_driver() -> str | None:
 
 
 def cpu_products() -> str:
-    """How products run on the CPU, and the rate at which one thread reads memory."""
+    """Describes how matrix products run on the CPU, and the rate at which one thread reads memory."""
     names = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
     packed = [name for dtype, name in names.items() if is_supported(dtype)]
     values = torch.ones(2**24, dtype=torch.float32, device="cpu")
@@ -221,9 +229,9 @@ def self_check(
     """Decodes one prompt without drafts, with drafts, with automatic k, and sampled twice with one seed.
 
     Args:
-        device, dtype: for the models.
-        budget: seconds. Then the current run is stopped, and later runs are not started.
-        clock: returns seconds.
+        device, dtype: device and dtype of both models.
+        budget: seconds for all runs. After them the current run is stopped, and no other run is started.
+        clock: returns the time in seconds.
     """
     from fastspec.generator import FastSpecGenerator
 
@@ -241,7 +249,8 @@ def self_check(
 
         def run(name: str, new_tokens: int = NEW_TOKENS, **options: Any) -> None:
             options.update(max_new_tokens=new_tokens, eos_token_id=None, return_dict_in_generate=True)
-            with suppress(_Deadline.Passed):  # without a seed, torch's global generator would change
+            with suppress(_Deadline.Passed):
+                # without a seed, the call would advance torch's global random generator
                 found[name] = generator.generate([prompt], seed=1, streamer=deadline, **options)
 
         for drafts in (0, 4):
@@ -256,7 +265,7 @@ def self_check(
 
 
 def _summary(found: dict[str, Any], pair: str) -> Check:
-    """Returns a Check of the runs that completed."""
+    """Returns the Check of the completed runs. `found`: outputs of `generate` by the names of the runs."""
     greedy = [found[name].new_tokens for name in _GREEDY if name in found]
     draws = [found[name].new_tokens for name in ("draw", "the same draw") if name in found]
     missing = [name for name in _GREEDY if name not in found]
@@ -295,7 +304,7 @@ def _random_pair() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Functions from which the doctor reads its facts."""
+    """Facts about this machine, and the functions from which `doctor` gets all others."""
 
     system: str = sys.platform
     machine: str = f"{platform.system()} {platform.release()} ({platform.machine()})"

@@ -1,4 +1,4 @@
-"""A line on the terminal that names the running stage, while nothing else is printed."""
+"""A progress line on the terminal. It names the running stage while nothing else is printed."""
 
 from __future__ import annotations
 

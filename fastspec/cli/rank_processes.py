@@ -1,4 +1,4 @@
-"""Starts one process for each rank of `--tensor-parallel`. Each runs the same command, through torch's launcher."""
+"""Starts one process for each rank of `--tensor-parallel`, with torch's launcher. All ranks run the same command."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 
 def this_rank() -> int:
-    """Returns the number of this rank on its host. 0 without ranks."""
+    """Returns the local rank of this process: its number among the ranks of this host. 0 without ranks."""
     import torch.distributed as dist
 
     return int(dist.get_node_local_rank(0))
 
 
 def follow(generator: FastSpecGenerator) -> None:
-    """Follows rank 0 until it ends. Ignores SIGTERM and SIGINT, because rank 0 first completes its answers."""
+    """Runs this rank's part of all steps of rank 0, until rank 0 ends.
+
+    Ignores SIGTERM and SIGINT, because rank 0 first completes its answers.
+    """
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     generator.follow()
@@ -38,16 +41,17 @@ def start_ranks(
     ends_by_signal: bool = False,
     context: typer.Context | None = None,
 ) -> None:
-    """Starts the ranks, waits for them, and exits. In a rank, or if one process is enough, it only returns.
+    """Starts the ranks, waits until they end, and exits. Returns at once in a rank, or if one process is enough.
 
-    Only the output of rank 0 is shown. If another rank fails, rank 0 prints that error.
+    Only the output of rank 0 is shown. If another rank fails, rank 0 prints that rank's error.
 
     Args:
         count: number of ranks. None: one process without ranks.
         device: value of the command's `--device`.
-        arguments: arguments of the command line. Default: those of this process.
-        ends_by_signal: True if the command usually ends by a signal. The ranks then get it and have 30 seconds to end.
-        context: context of the command. With it ranks may be forks of this process, which start faster.
+        arguments: arguments of the command line of each rank. Default: those of this process.
+        ends_by_signal: True if a signal is the usual end of the command. The exit code is then 0. The launcher passes
+            the signal to the ranks, which have 30 seconds to end.
+        context: context of the command. If given, ranks may be forks of this process, which start faster.
 
     Raises:
         typer.BadParameter: an unsupported number of ranks, or more ranks than GPUs.
@@ -102,16 +106,17 @@ def start_ranks(
 
 
 def rank_of(context: typer.Context) -> Callable[..., None]:
-    """Returns the function of a rank that is forked from the launcher, and so shares its imports.
+    """Returns the function that each rank runs if it is a fork of the launcher.
 
-    It runs the command line of `context` with the arguments that it gets.
+    The function takes the arguments of the command line, and runs the command of `context` with them.
     """
     import torch
 
     command = context.find_root().command
 
     def run_rank(*arguments: str) -> None:
-        if torch.cuda._is_in_bad_fork():  # this version of torch has used the driver in spite of LaunchWithoutNuma
+        # this version of torch has initialised the CUDA driver before the fork, in spite of LaunchWithoutNuma
+        if torch.cuda._is_in_bad_fork():
             with subprocess.Popen([sys.executable, "-m", "fastspec.cli", *arguments]) as anew:
                 for each in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(each, lambda number, frame: anew.send_signal(number))
@@ -139,7 +144,7 @@ def _may_copy_this_process() -> bool:
 
 
 def _check(count: int, device: str | None) -> None:
-    """Raises if every rank would refuse this count or device, before any rank is started."""
+    """Raises typer.BadParameter for a number of ranks or a device that every rank would refuse after its start."""
     import torch
 
     from fastspec.distributed.slices import SIZES

@@ -1,4 +1,4 @@
-"""`fastspec serve`: the models by OpenAI's protocol."""
+"""`fastspec serve`: a server with OpenAI's HTTP protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PACKAGES = "'fastapi>=0.115' 'prometheus-client>=0.20' 'uvicorn>=0.30'"
 _TRACE_PACKAGES = "'opentelemetry-sdk>=1.30' 'opentelemetry-exporter-otlp-proto-http>=1.30'"
-_DRAIN = 60.0  # seconds for the last answers, where answers may take longer
+_DRAIN = 60.0  # longest default of --drain: seconds in which running answers may complete at the end
 
 
 def serve(
@@ -143,7 +143,7 @@ def serve(
         ),
     ] = None,
 ) -> None:
-    """Serves the models by OpenAI's protocol. Ctrl-C or SIGTERM completes the running answers and ends it."""
+    """Serves the models by OpenAI's protocol. On Ctrl-C or SIGTERM it completes the running answers and ends."""
     source, drafter = flags.pair_of(target, draft)
     import_all()
     from fastspec.generator import FastSpecGenerator
@@ -243,19 +243,22 @@ def _add_corpora(generator: FastSpecGenerator, corpora: Mapping[str, str]) -> No
 
 
 def _warm_up(generator: FastSpecGenerator, samplers: tuple[str, ...]) -> None:
-    """Captures all steps: none is captured while answers are written."""
+    """Makes all steps ready before the first request, so that no answer waits for the capture of a CUDA graph."""
     for sampler in samplers:
         generator.warmup(sampler=sampler, length=generator.max_length)
         generator.warmup(sampler=sampler)
 
 
 def _name(target: str | None) -> str:
-    """The model's name for clients: "demo" for the shipped pair, else a directory's name or a Hub id."""
+    """Returns the model's name for clients: "demo" for the shipped pair, else the directory's name or the Hub id."""
     return "demo" if target is None else public_name(target)
 
 
 def _keys(given: list[str]) -> tuple[str, ...]:
-    """Each key, or the first line of its file. Other users of the machine can read a command line."""
+    """Returns the API keys. For `@FILE` the key is the first line of the file.
+
+    A file keeps the key secret: other users of the machine can read a command line.
+    """
     return tuple(_key(one) for one in given)
 
 
@@ -298,7 +301,15 @@ def _certificate(chain: Path | None, key: Path | None) -> Certificate | None:
 
 @contextmanager
 def _observers(access_log: str, traces_endpoint: str | None) -> Iterator[list[Callable[[RequestRecord], None]]]:
-    """Makes the functions that are told of each request."""
+    """Yields the functions that the server calls with the record of each request: the access log, and traces.
+
+    Args:
+        access_log: "text", "json" or "off".
+        traces_endpoint: URL for OTLP. None: no traces.
+
+    Raises:
+        ValueError: traces need packages that are not installed.
+    """
     from fastspec.server.request_log import AccessLog
 
     observers: list[Callable[[RequestRecord], None]] = []
@@ -322,7 +333,7 @@ def _observers(access_log: str, traces_endpoint: str | None) -> Iterator[list[Ca
 
 
 def _limits(given: list[str], defaults: Limits) -> Limits:
-    """The given limits; defaults for the others."""
+    """Returns `defaults` with the limits that `given` sets, each as NAME=NUMBER."""
     kinds = {field.name: float if field.name == "seconds" else int for field in fields(defaults)}
     chosen: dict[str, Any] = {}
     for one in given:
