@@ -1,8 +1,9 @@
-"""Conversations to token ids, by a checkpoint's chat template.
+"""Converts conversations to token ids with a checkpoint's chat template.
 
-Templates differ in what they read of a message: its content as a text or as a list of parts, the arguments of a tool
-call as a mapping or as JSON text. `ChatTemplate` finds out by rendering short trial conversations, and gives a template
-the form that it writes into the prompt. What a template would leave out is an error.
+Templates differ in the forms of a message that they can render. Content may be a text or a list of parts. The
+arguments of a tool call may be a mapping or JSON text. `ChatTemplate` finds out by rendering short trial conversations,
+and then gives the template the form that it can render. A part of a message that the template would leave out is an
+error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Message: TypeAlias = "dict[str, Any]"
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool")
-# fields of OpenAI's messages; those of the second line change no prompt where a template does not read them
+# fields of OpenAI's messages; those in the second row are accepted even if the template does not read them
 _FIELDS: Final = {
     *("role", "content", "tool_calls", "tool_call_id"),
     *("name", "reasoning_content", "reasoning", "thinking", "refusal", "annotations"),
@@ -37,21 +38,21 @@ _TRIAL_TOOL: Final[Message] = {
         "parameters": {"type": "object", "properties": {_OTHER: {"type": "string", "description": _OTHER}}},
     },
 }
-_SHOWN: Final = 80  # characters of a value that an error repeats
+_SHOWN: Final = 80  # characters of a value that an error message repeats
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be rendered as it is; the message names the place and the next step."""
+    """Raised for a conversation that the chat template cannot render. The message names the part and the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContentForm:
-    """How a template reads the content of one role's messages.
+    """Forms of a message's content that a chat template can render, for one role.
 
     Attributes:
-        text: it writes a content that is a text.
-        parts: it writes the texts of a content that is a list of parts.
-        failed: it raised an error in every trial, so nothing is known.
+        text: True if the template renders content that is a text.
+        parts: True if the template renders content that is a list of parts.
+        failed: True if every trial raised an error, so that nothing is known about the template.
     """
 
     text: bool
@@ -59,7 +60,7 @@ class ContentForm:
     failed: bool = False
 
     def of(self, content: str | list[Message]) -> str | list[Message]:
-        """The content in a form that the template writes."""
+        """Returns `content` in a form that the template renders."""
         if isinstance(content, str):
             return [{"type": "text", "text": content}] if self.parts and not self.text else content
         return content if self.parts else "".join(part["text"] for part in content)
@@ -67,12 +68,13 @@ class ContentForm:
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a template reads an assistant's tool calls.
+    """Forms of an assistant's tool calls that a chat template can render.
 
     Attributes:
-        mapping: it writes arguments that are a mapping.
-        text: it writes arguments that are JSON text.
-        empty: a content of None must be given as an empty text, or the template writes "None".
+        mapping: True if the template renders arguments that are a mapping.
+        text: True if the template renders arguments that are JSON text.
+        empty: True if missing content beside calls must be "" and not None. For None the template fails or writes
+            "None".
     """
 
     mapping: bool
@@ -84,10 +86,10 @@ class ChatTemplate:
     """Renders conversations by the chat template of a tokenizer.
 
     Args:
-        tokenizer: with a chat template, or several by name.
+        tokenizer: the checkpoint's tokenizer. It has one chat template, several by name, or none.
 
     Attributes:
-        tokenizer: the same.
+        tokenizer: the argument.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -98,11 +100,11 @@ class ChatTemplate:
 
     @property
     def exists(self) -> bool:
-        """True if the checkpoint brings a chat template."""
+        """True if the checkpoint has a chat template."""
         return bool(self.tokenizer.chat_template)
 
     def text(self, *, tools: list[Message] | None = None) -> str:
-        """Text of the template for conversations with these tools; empty: the checkpoint brings none."""
+        """Returns the Jinja text of the template for conversations with these tools. Empty if there is no template."""
         return str(self.tokenizer.get_chat_template(tools=tools)) if self.exists else ""
 
     def ids(
@@ -115,15 +117,16 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation, up to the place where the assistant's next message begins.
+        """Returns the token ids of a conversation, for a model that writes the assistant's next message.
 
         Args:
-            messages: with `role` and `content`, as in OpenAI's protocol.
+            messages: mappings with `role` and `content`, as in OpenAI's protocol.
             tools: JSON schemas of functions, as in OpenAI's protocol.
-            sanitize: encode control tokens in messages and tools as plain text, as in transformers.
-            variables: more variables of the template.
-            add_generation_prompt: begin a new message of the assistant.
-            continue_final_message: leave the last message open, so that new text continues it.
+            sanitize: True encodes control tokens in messages and tools as plain text. See `sanitize_control_tokens` in
+                transformers.
+            variables: additional variables of the template.
+            add_generation_prompt: True ends the ids with the header of a new message of the assistant.
+            continue_final_message: True leaves the last message open, so that new text continues it.
 
         Raises:
             ConversationError: the template cannot render the conversation, or would leave a part of it out.
@@ -153,6 +156,11 @@ class ChatTemplate:
         return list(made["input_ids"])
 
     def _message(self, template: str, index: int, message: Message) -> Message:
+        """Returns message number `index` of a conversation in the form that the template renders.
+
+        Raises:
+            ConversationError: the message is invalid, or the template would leave a part of it out.
+        """
         place = f"messages[{index}]"
         role = message.get("role")
         if role not in ROLES:
@@ -192,7 +200,11 @@ class ChatTemplate:
         return self._contents[template, role]
 
     def _shows(self, template: str, role: str, content: str | list[Message]) -> bool | None:
-        """True if the content's mark is written as text; None: every trial conversation raised an error."""
+        """True if the template renders `content`, which contains _MARK, in a message of this role.
+
+        False if the template leaves it out, or prints a list of parts as Python writes it. None if every trial
+        conversation raised an error.
+        """
         shown = None
         for conversation in _with_content(role, content):
             text = self._rendered(template, conversation)
@@ -217,7 +229,15 @@ class ChatTemplate:
         return self._calls[template]
 
     def _rendered_call(self, template: str, arguments: Any, content: str | None) -> str | None:
-        """A trial conversation with a tool call that is written as text; None: it raised an error or left it out."""
+        """Renders a trial conversation with a tool call.
+
+        Returns None if the template raises an error or leaves the call out.
+
+        Args:
+            template: Jinja text of the template.
+            arguments: arguments of the call, which contain _MARK.
+            content: content of the message with the call.
+        """
         call = _trial_call(arguments)
         asked: Message = {"role": "user", "content": _OTHER}
         called: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
@@ -229,7 +249,7 @@ class ChatTemplate:
         return None
 
     def _writes_tools(self, template: str) -> bool:
-        """True if the template writes tools into the prompt, or cannot be tried."""
+        """True if tools change the rendered prompt, or if a trial raised an error."""
         if template not in self._tools:
             plain: list[Message] = [{"role": "user", "content": self._content_form(template, "user").of(_OTHER)}]
             without, having = self._rendered(template, plain), self._rendered(template, plain, [_TRIAL_TOOL])
@@ -237,7 +257,7 @@ class ChatTemplate:
         return self._tools[template]
 
     def _rendered(self, template: str, conversation: list[Message], tools: list[Message] | None = None) -> str | None:
-        """A trial conversation as text; None: the template raised an error."""
+        """Renders a trial conversation as text. Returns None if the template raises an error."""
         offered: Any = tools
         try:
             text: Any = self.tokenizer.apply_chat_template(
@@ -249,9 +269,9 @@ class ChatTemplate:
 
 
 def _with_reasoning(template: str, message: Message) -> Message:
-    """Gives the reasoning of an earlier answer the name that the template reads, if it reads another one.
+    """Renames the reasoning field of an earlier answer to the name that the template reads.
 
-    Left as it is beside calls with a content: the template of gpt-oss refuses `thinking` there.
+    A message with both content and tool calls is returned unchanged: gpt-oss's template refuses `thinking` there.
     """
     given = [name for name in _REASONING if name in message]
     reads = [name for name in _REASONING if re.search(rf"(?:\.|\[['\"]|get\(['\"]){name}\b", template)]
@@ -261,12 +281,16 @@ def _with_reasoning(template: str, message: Message) -> Message:
 
 
 def _trial_call(arguments: Mapping[str, str] | str) -> Message:
-    """A tool call of a trial conversation."""
+    """Returns a tool call for a trial conversation."""
     return {"id": _CALL_ID, "type": "function", "function": {"name": _OTHER, "arguments": arguments}}
 
 
 def _with_content(role: str, content: str | list[Message]) -> list[list[Message]]:
-    """Trial conversations in which a message of a role has this content, and the others are texts or parts alike."""
+    """Returns trial conversations that contain a message with this role and content.
+
+    They are several, because a template may refuse some orders of roles. Other user and system messages have content
+    of the same type, a text or a list of parts.
+    """
     word: Any = _OTHER if isinstance(content, str) else [{"type": "text", "text": _OTHER}]
     user, marked = {"role": "user", "content": word}, {"role": role, "content": content}
     if role == "user":
@@ -286,7 +310,7 @@ def _with_content(role: str, content: str | list[Message]) -> list[list[Message]
 
 
 def _around(text: str) -> str:
-    """The text next to the mark, where a list of parts that was printed as it is shows its keys."""
+    """Returns the rendered text around _MARK. If the template printed a list of parts, its keys are in this text."""
     at = text.index(_MARK)
     return text[max(0, at - 30) : at + len(_MARK) + 30]
 
@@ -311,7 +335,16 @@ def _list(place: str, calls: Any) -> list[Any]:
 
 
 def _call(form: CallForm, place: str, call: Any) -> Message:
-    """A tool call whose arguments have the form that the template writes."""
+    """Returns a tool call whose arguments have the form that the template renders.
+
+    Args:
+        form: forms of calls that the template renders.
+        place: path of the call in the request, for error messages.
+        call: the call that the client sent.
+
+    Raises:
+        ConversationError: the call is invalid, or the template renders no calls.
+    """
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConversationError(f"{place} must have a function with a name and arguments, got {str(call)[:_SHOWN]!r}")

@@ -1,4 +1,4 @@
-"""Streams new text and tells of each piece if it is from a draft or from the target."""
+"""Streams new text, and tells for each piece whether a draft token or a token of the target completed it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 
 class OriginWriter(BaseStreamer):
-    """Streamer that tells for each piece of text if its token was drafted.
+    """Streamer that tells for each piece of text whether a draft token completed it.
 
-    A step emits accepted drafts and one token of the target, which is its last. Only the end of a row can cut that
-    token off. So the last token of a step is held back until the next step, or until `finish`.
+    A step emits its accepted drafts and then one token of the target. Only at the end of a row the target's token may
+    be cut off, so that the last token is a draft. So the last token of a step is held back until the next step, or
+    until `finish`.
 
     Args:
         tokenizer: the target's tokenizer.
@@ -50,7 +51,7 @@ class OriginWriter(BaseStreamer):
         self._last = value[-1:]
 
     def end(self) -> None:
-        """Does nothing, because the last token waits for `finish`."""
+        """Does nothing: `finish` writes the last token."""
 
     def finish(self, *, drafted: bool) -> None:
         """Writes the last token and the text that was held back.

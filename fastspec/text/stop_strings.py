@@ -2,8 +2,8 @@
 
 A row ends with the first token that completes a stop string, as in transformers' `StopStringCriteria`, however tokens
 are divided into steps. The string may begin in the prompt, unless the user excludes that, but must end after it. The
-returned ids include the whole last token, but the text ends with the stop string. The text is that of `TextStream` over
-all ids, with special tokens.
+returned ids include the whole last token, but the text ends with the stop string. The searched text is that of
+`TextStream` over all ids, with special tokens.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class StopWatch:
     Args:
         tokenizer: the target's tokenizer.
         stop_strings: non-empty texts, at least one.
-        prompt: token ids before the row's own.
+        prompt: token ids of the prompt.
         across_prompt: True if a stop string may begin in the prompt.
 
     Attributes:
-        beyond: number of characters of the last token after the stop string. None while the row continues.
+        beyond: number of characters of the row's last token that follow the stop string. None while the row continues.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class StopWatch:
         self._stop_strings = stop_strings
         self._stream = TextStream(tokenizer, prompt, skip_special_tokens=False)
         self._reach = max(map(len, stop_strings)) - 1
-        # text in which a match may begin but not end
+        # end of the text so far: a stop string may begin there, but must end in later text
         self._before = self._tail(self._stream.context) if across_prompt else ""
         self._pieces: list[str] = []
         self._pending = ""
@@ -118,7 +118,8 @@ class StoppedWriter(StreamWriter):
         super().put(value[:end])
         if end is None:
             self._flush(len(self._held))
-        elif self._tokenizer.decode(ids[end - 1 : end], skip_special_tokens=True):  # otherwise none of it is shown
+        # no text is written for a special token, so there is nothing to cut off
+        elif self._tokenizer.decode(ids[end - 1 : end], skip_special_tokens=True):
             self._cut = (self._watch and self._watch.beyond) or 0
 
     def end(self) -> None:

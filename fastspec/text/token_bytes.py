@@ -1,4 +1,4 @@
-"""The bytes that a token writes, whatever letters its tokenizer spells them with."""
+"""Bytes of the text of each token, for tokenizers with byte-level BPE and SentencePiece."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def byte_letters() -> dict[str, int]:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
-    """Bytes that each token adds to a text that goes on; special tokens are left out.
+    """Maps the id of each token to the bytes that it adds after other text. Special tokens are left out.
 
     The leading blank of a word is part of it: `Ġword` of byte-level BPE and `▁word` of SentencePiece are both b" word".
-    A tokenizer whose decoder has neither form writes the names of its tokens.
+    If the decoder has neither form, the bytes are the name of the token in UTF-8.
 
     Args:
-        tokenizer: a fast one.
+        tokenizer: a fast tokenizer.
 
     Raises:
-        ValueError: it is a slow tokenizer, which does not say how it spells bytes.
+        ValueError: the tokenizer is a slow one, which does not tell how it writes bytes.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -44,12 +44,12 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Special tokens by their text."""
+    """Maps the text of each special token to its id."""
     return {each.content: token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
 
 
 def _speller(decoder: object) -> Callable[[str], bytes]:
-    """Returns the function from a token's name to its bytes, by the decoder in the tokenizer's JSON."""
+    """Returns the function that maps a token's name to its bytes. `decoder` is that of the tokenizer's JSON."""
     parts = list(_parts(decoder))
     kinds = {part["type"] for part in parts}
     letters = byte_letters()
@@ -71,7 +71,7 @@ def _speller(decoder: object) -> Callable[[str], bytes]:
 
 
 def _parts(decoder: object) -> Iterator[Mapping[str, Any]]:
-    """Yields the decoders of a sequence, at any depth."""
+    """Yields the JSON of each single decoder, also of those in nested sequences of decoders."""
     if not isinstance(decoder, Mapping):
         return
     if decoder["type"] == "Sequence":
@@ -82,6 +82,6 @@ def _parts(decoder: object) -> Iterator[Mapping[str, Any]]:
 
 
 def _writes_blanks(part: Mapping[str, object]) -> bool:
-    """True for a decoder that replaces a mark by a blank."""
+    """True for a decoder that replaces a fixed text, such as `▁`, by a blank."""
     pattern = part.get("pattern")
     return part["type"] == "Replace" and part["content"] == " " and isinstance(pattern, Mapping) and "String" in pattern

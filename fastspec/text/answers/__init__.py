@@ -1,1 +1,1 @@
-"""Structure of an answer: reasoning, content and calls of tools, read from the model's text while it arrives."""
+"""Parses the text of an answer while it arrives, into reasoning, content and tool calls."""

@@ -1,4 +1,4 @@
-"""Formats of a model's answers, chosen by the text of its chat template."""
+"""Chooses the formats of a model's tool calls and reasoning, by the text of its chat template."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fastspec.text.answers.tagged import Glm4, Qwen3Coder
 from fastspec.text.answers.think import Between
 
 NONE: Final = "none"  # name for no format
-AUTO: Final = "auto"  # name for the format that the template shows
+AUTO: Final = "auto"  # name for the format that the chat template shows
 
-# name -> makes the format for a template
+# name of a format -> function that makes it for a chat template
 TOOL_FORMATS: Final[Mapping[str, Callable[[str], ToolFormat]]] = {
     Harmony.name: lambda template: Harmony(),
     DeepSeek.name: DeepSeek,
@@ -30,7 +30,7 @@ TOOL_FORMATS: Final[Mapping[str, Callable[[str], ToolFormat]]] = {
     Pythonic.name: lambda template: Pythonic(),
     LlamaJson.name: lambda template: LlamaJson(),
 }
-# name -> texts of which each must be in a template of that format; the first that fits is chosen
+# name of a format -> texts; the first format is chosen for which the template has all texts
 _SHOWN: Final[Mapping[str, tuple[str, ...]]] = {
     Harmony.name: ("<|channel|>", "<|message|>"),
     DeepSeek.name: ("<｜tool▁call▁begin｜>",),
@@ -49,7 +49,8 @@ REASONING_FORMATS: Final[Mapping[str, Callable[[], ReasoningFormat]]] = {
     "seed": lambda: Between("seed", "<seed:think>", "</seed:think>"),
     "kimi": lambda: Between("kimi", "◁think▷", "◁/think▷"),
 }
-_REASONS: Final[Mapping[str, tuple[str, ...]]] = {  # name -> texts of which one is in a template of that format
+# name of a format -> texts; the first format is chosen for which the template has at least one
+_REASONS: Final[Mapping[str, tuple[str, ...]]] = {
     "think": ("<think>", "</think>"),
     "gemma4": ("<channel|>", "<|channel>"),
     "mistral": ("[THINK]", "[/THINK]"),
@@ -63,8 +64,8 @@ class AnswerFormats:
     """Formats of a model's answers.
 
     Attributes:
-        tools: format of calls. None: calls cannot be told from other text.
-        reasoning: format of reasoning. None: an answer has no reasoning.
+        tools: format of tool calls. None: no text is read as a call.
+        reasoning: format of reasoning. None: no text is read as reasoning.
     """
 
     tools: ToolFormat | None
@@ -72,15 +73,15 @@ class AnswerFormats:
 
 
 def formats_of(template: str, *, tools: str = AUTO, reasoning: str = AUTO) -> AnswerFormats:
-    """Chooses the formats of a template.
+    """Chooses the formats of a model's tool calls and reasoning.
 
     Args:
-        template: text of the chat template.
-        tools: name of a format, AUTO, NONE, or MODULE:CLASS, a subclass of ToolFormat.
+        template: text of the model's chat template.
+        tools: name of a format, AUTO, NONE, or MODULE:CLASS, which names a subclass of ToolFormat.
         reasoning: name of a format, AUTO or NONE.
 
     Raises:
-        ValueError: there is no such format.
+        ValueError: no format has that name.
     """
     if tools == AUTO:
         tools = next((name for name, texts in _SHOWN.items() if all(text in template for text in texts)), NONE)

@@ -1,4 +1,4 @@
-"""Calls of DeepSeek V3, R1 and V3.1."""
+"""Format of the tool calls of DeepSeek V3, R1 and V3.1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DeepSeek(MarkedFormat):
     """V3: a call is `function` SEPARATOR NAME and JSON in a fence. V3.1: a call is NAME SEPARATOR JSON.
 
     Args:
-        template: the chat template, which tells the way for grammars. Both are read.
+        template: text of the chat template. It decides which of the two forms a grammar demands; `parse` reads both.
     """
 
     name = "deepseek_v3"

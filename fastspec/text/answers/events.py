@@ -1,4 +1,4 @@
-"""Parts of an answer in the order in which they arrive."""
+"""Events of an answer that is parsed while it arrives, and the whole answer that they make up."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """A piece of the text for the user."""
+    """A piece of the answer's text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A piece of the text before the answer."""
+    """A piece of the reasoning that the model writes before its answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegins:
-    """The beginning of a call.
+    """The beginning of a tool call.
 
     Attributes:
-        index: among the calls of the answer.
+        index: number of the call in the answer, from 0.
         name: name of the tool.
     """
 
@@ -51,10 +51,10 @@ class CallBegins:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the arguments of a call, which are JSON text.
+    """A piece of the arguments of a tool call, which are JSON text.
 
     Attributes:
-        index: index of the call.
+        index: number of the call in the answer, from 0.
         text: the piece.
     """
 
@@ -67,7 +67,7 @@ Event: TypeAlias = "Content | Reasoning | CallBegins | Arguments"
 
 @dataclass(slots=True)
 class WholeCall:
-    """A call with all of its arguments."""
+    """A tool call with the whole JSON text of its arguments."""
 
     name: str
     arguments: str = ""
@@ -75,14 +75,14 @@ class WholeCall:
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """An answer with all of its parts."""
+    """An answer whose events are joined."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[WholeCall] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> None:
-        """Appends the next events."""
+        """Appends the texts and calls of the next events."""
         for event in events:
             if isinstance(event, Content):
                 self.content += event.text

@@ -1,4 +1,4 @@
-"""Channels of gpt-oss (OpenAI's harmony format): analysis, commentary with calls, and the final answer."""
+"""Format of gpt-oss (OpenAI's harmony): channels for analysis, commentary with tool calls, and the final answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
 class Harmony(ToolFormat, ReasoningFormat):
-    """An answer is a sequence of messages, and each has a header with its channel and its recipient."""
+    """OpenAI's harmony. An answer is a sequence of messages; each has a header with its channel and its recipient."""
 
     name = "harmony"
     marks = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)
@@ -59,7 +59,7 @@ class Harmony(ToolFormat, ReasoningFormat):
 
     @override
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        cases = []  # one call alone: the token that ends it ends the answer
+        cases = []  # `parallel` has no effect: the token that ends a call also ends the answer
         for tool in tools:
             schema = lark.json(tool.parameters)
             for head in (

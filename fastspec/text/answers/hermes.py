@@ -1,4 +1,4 @@
-"""Calls as JSON in tags: Hermes, Qwen 2.5, Qwen 3 and many others."""
+"""Format of tool calls as JSON in tags: Hermes, Qwen 2.5, Qwen 3 and many others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Interface of the formats in which models write calls of tools and reasoning.
+"""Interface of the formats in which models write tool calls and reasoning.
 
-A caller's own format is a subclass of `ToolFormat` with a name, its marks and `parse`.
+A user's own format is a subclass of `ToolFormat` that defines `name`, `marks` and `parse`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from fastspec.text.answers.reader import Steps, TextReader
 
 
 class ToolFormat(ABC):
-    """Reads the calls of an answer in one format.
+    """A format of tool calls: parses answers with calls, and writes the grammar of calls.
 
     Attributes:
-        name: for --tool-call-parser.
+        name: value of --tool-call-parser that selects the format.
         marks: special tokens whose text `parse` needs; all others are left out of the text.
     """
 
@@ -28,14 +28,19 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def parse(self, text: TextReader) -> Steps[None]:
-        """Reads the answer behind its reasoning. What it leaves becomes content."""
+        """Parses the answer after its reasoning. Text that it does not read becomes content."""
 
     def call_id(self) -> str:
-        """Makes the id of a call."""
+        """Makes a new id for a tool call."""
         return f"call_{secrets.token_hex(12)}"
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Expression of one call, or of several if `parallel`.
+        """Returns the grammar expression of one call, or of one or more calls if `parallel`.
+
+        Args:
+            lark: grammar to which rules are added.
+            tools: tools that may be called.
+            parallel: True if an answer may have several calls.
 
         Raises:
             NoGrammar: the format has no grammar, or it cannot express the schema of a tool.
@@ -46,22 +51,22 @@ class ToolFormat(ABC):
         )
 
     def text_or_calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Expression of any text, or of a text and calls. Raises NoGrammar as `calls`."""
+        """Returns the grammar expression of an answer that may have calls. Args and errors: see `calls`."""
         return self.calls(lark, tools, parallel=parallel)
 
 
 class MarkedFormat(ToolFormat):
-    """A format whose calls begin with a mark.
+    """A format whose calls begin with a fixed text.
 
     Attributes:
-        begin: the mark.
+        begin: the fixed text.
     """
 
     begin: ClassVar[str]
 
     @abstractmethod
     def after_begin(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Expression of all calls behind the first mark."""
+        """Returns the grammar expression of all calls, without the first `begin`. Args: see `calls`."""
 
     def calls(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
         return f"{lark.mark(self.begin)} {self.after_begin(lark, tools, parallel=parallel)}"
@@ -72,12 +77,11 @@ class MarkedFormat(ToolFormat):
 
 
 class ReasoningFormat(ABC):
-    """Reads the reasoning of an answer.
+    """A format of reasoning: parses the reasoning of an answer, and writes its grammar.
 
     Attributes:
-        name: for --reasoning-parser.
+        name: value of --reasoning-parser that selects the format.
         marks: see `ToolFormat`.
-        always: True if `parse` reads every answer to its end.
     """
 
     name: ClassVar[str]
@@ -85,34 +89,40 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def parse(self, text: TextReader) -> Steps[None]:
-        """Reads the answer up to the end of its reasoning."""
+        """Parses the answer up to the end of its reasoning."""
 
     @abstractmethod
     def opens(self, end: str) -> bool:
-        """True if a prompt with this end has opened the reasoning."""
+        """True if a prompt that ends with the text `end` has begun the reasoning."""
 
     @abstractmethod
     def before_answer(self, lark: Lark, *, opened: bool) -> str:
-        """Expression of the reasoning and all that comes before an answer or calls; may be empty."""
+        """Returns the grammar expression of the reasoning, and of all else before content or calls. It may be empty.
+
+        Args:
+            lark: grammar to which rules are added.
+            opened: True if the prompt has begun the reasoning.
+        """
 
     def before_content(self, lark: Lark) -> str:
-        """Expression of what comes between the reasoning and a content; may be empty."""
+        """Returns the grammar expression of the text between reasoning and content. It may be empty."""
         return ""
 
 
 def repeated(call: str, between: str, *, parallel: bool) -> str:
-    """Expression of one call, or of several with a text between them."""
+    """Returns the grammar expression of one call, or of one or more calls with `between` between them."""
     return f"{call} ({between} {call})*" if parallel else call
 
 
 def json_call(text: TextReader, known: Callable[[str], bool] = lambda name: True) -> Steps[bool]:
-    """Reads a call of the form {"name": ..., "arguments": {...}}; "parameters" is the same as "arguments".
+    """Parses a call of the form {"name": ..., "arguments": {...}}; "parameters" is the same as "arguments".
 
     Args:
-        known: True for names that make a call.
+        text: the answer.
+        known: returns True for the name of a tool. A call of another name is not read as a call.
 
     Returns:
-        True if a call was read. If not, a part of the text may be taken.
+        True if a call was read. If not, some of the text may have been taken.
     """
     early, name, whole = "", None, False
     yield from text.skip_blanks()
@@ -154,7 +164,7 @@ def json_call(text: TextReader, known: Callable[[str], bool] = lambda name: True
 
 
 def _arguments(text: TextReader) -> Steps[str]:
-    """JSON text of arguments, which may be written as a string."""
+    """Returns the JSON text of a call's arguments. The model may have written that text as a JSON string."""
     if (yield from text.next()) == '"':
         return (yield from text.json_string()) or ""
     return (yield from text.json_text())

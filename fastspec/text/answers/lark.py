@@ -1,4 +1,4 @@
-"""Grammars of answers, in llguidance's variant of Lark."""
+"""Writes the grammars of answers, in llguidance's variant of Lark."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ _ANY: Final = r"(.|\n)"
 
 
 class NoGrammar(ValueError):
-    """A format or a schema for which no grammar can be written; the message has the next step."""
+    """Raised for a format or a schema for which no grammar can be written. The message has the next step."""
 
 
 class Lark:
-    """Writes a grammar rule by rule. Its methods return expressions for the right side of a rule.
+    """A grammar that is written rule by rule.
+
+    Most methods add the rules that they need, and return an expression for the right side of other rules.
 
     Args:
-        added: ids of the tokens that were added to the vocabulary, special ones among them. A grammar writes such a
-            token as its id, because its text does not match it.
+        added: text -> id of the tokens that were added to the vocabulary, including special tokens. A grammar names
+            such a token by its id, because its text would not match the token.
     """
 
     def __init__(self, added: Mapping[str, int]) -> None:
@@ -29,85 +31,95 @@ class Lark:
         self._rules: list[str] = []
 
     def grammar(self, start: str) -> str:
-        """The whole grammar; `start` is the whole answer."""
+        """Returns the text of the grammar. `start` is the expression of the whole answer."""
         return "\n".join([f"start: {start}", *self._rules])
 
     def rule(self, expression: str) -> str:
-        """Adds a rule; returns its name."""
+        """Adds a rule for an expression. Returns the name of the rule."""
         return self._add("r", "", expression)
 
     def one_of(self, expressions: Sequence[str]) -> str:
-        """One of some expressions."""
+        """Returns an expression that matches one of `expressions`."""
         return self.rule(" | ".join(expressions))
 
     def text(self, written: str, marks: Sequence[str] = ()) -> str:
-        """A fixed text. Marks in it that are tokens of the vocabulary are written as these tokens.
+        """Returns an expression that matches a fixed text.
 
         Args:
             written: the text.
-            marks: marks inside the text.
+            marks: parts of the text that must be matched by one token if the vocabulary has that token.
         """
         parts = re.split("|".join(f"({re.escape(mark)})" for mark in marks), written) if marks else [written]
         return " ".join(self.mark(part) if part in marks else _quoted(part) for part in parts if part)
 
     def mark(self, mark: str) -> str:
-        """A mark: its token, or its letters where it is none."""
+        """Returns an expression that matches the token of a mark, or its letters if there is no such token."""
         token = self._added.get(mark)
         return _quoted(mark) if token is None else f"<[{token}]>"
 
     def has(self, mark: str) -> bool:
-        """True if the mark is a token."""
+        """True if the mark is an added token of the vocabulary."""
         return mark in self._added
 
     def optional(self, mark: str) -> str:
-        """A mark that may be left out; nothing if it is no token."""
+        """Returns an expression that matches the token of a mark or nothing. Empty if there is no such token."""
         return f"{self.mark(mark)}?" if self.has(mark) else ""
 
     def json(self, schema: dict[str, Any]) -> str:
-        """JSON of a schema."""
+        """Returns an expression that matches JSON text of a schema."""
         return self.rule(f"%json {json.dumps(schema)}")
 
     def any_text(self, *without: str) -> str:
-        """Any text in which these marks are not, possibly none. It may have other added tokens."""
+        """Returns an expression that matches every text without these marks, also an empty one.
+
+        The text may have other added tokens.
+        """
         return self._free(self._terminal(_ANY + "*", without), without)
 
     def until(self, mark: str) -> str:
-        """Any text that ends with the mark, and the mark."""
+        """Returns an expression that matches any text up to the first place of the mark, and the mark."""
         if mark in self._added:
             return self.rule(f"{self.any_text(mark)} {self.mark(mark)}")
         return self._lazy(self._terminal(_ANY + "*", [mark]), mark)
 
     def _free(self, terminal: str, without: Sequence[str]) -> str:
-        """Texts of a terminal, with added tokens between them."""
+        """Returns an expression that matches texts of a terminal, with added tokens between them.
+
+        Args:
+            terminal: name of the terminal.
+            without: marks whose tokens may not occur.
+        """
         others = sorted(set(self._added.values()) - {self._added.get(mark) for mark in without})
         between = f" (<[{_ranges(others)}]> {terminal}?)*" if others else ""
         return self.rule(f"{terminal}?{between}")
 
     def _lazy(self, terminal: str, end: str) -> str:
-        """A text of a terminal up to the first place where another text follows, and that text."""
+        """Returns an expression that matches a text of a terminal up to the first place of `end`, and `end`."""
         return self._add("r", "[lazy]", f"{terminal} {_quoted(end)}")
 
     def text_but(self, beginning: str, mark: str) -> str:
-        """Any text in which the mark is not spelled, and that does not begin so.
+        """Returns an expression that matches every text with two properties, also an empty one.
 
         Args:
-            beginning: a regular expression.
-            mark: not within the text.
+            beginning: regular expression, which the beginning of the text does not match.
+            mark: text that it does not contain.
         """
         first = self._terminal(_ANY + "*", [mark])
         self._rules[-1] += f" & ~/{beginning}{_ANY}*/"
         return self.rule(f"{first}?")
 
     def bare_value(self, schema: dict[str, Any], end: str, marks: Sequence[str] = ()) -> str:
-        """A value that is written without quotes if it is a text, and the text after it.
+        """Returns an expression that matches an argument's value, and the text after it.
+
+        A value that is a text is written without quotes, other values as JSON.
 
         Args:
             schema: JSON schema of the value.
-            end: the text after it, which is not within it.
-            marks: see `text`.
+            end: the text after the value. A value that is a text does not contain it.
+            marks: marks inside `end`, see `text`.
 
         Raises:
-            NoGrammar: texts with a pattern or a format.
+            NoGrammar: the schema demands a pattern or a format of a text.
         """
         types = types_of(schema)
         cases = (
@@ -141,7 +153,7 @@ class Lark:
 
 
 def _ranges(ids: Sequence[int]) -> str:
-    """Ascending ids in the notation of token ranges: 3,5-9."""
+    """Writes ascending token ids as ranges, in llguidance's notation: 3,5-9."""
     parts: list[list[int]] = []
     for id in ids:
         if parts and parts[-1][1] == id - 1:

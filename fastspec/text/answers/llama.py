@@ -1,4 +1,4 @@
-"""Calls of Llama: JSON without a mark, and calls in Python."""
+"""Formats of Llama's tool calls: JSON without a mark, and calls in the syntax of Python."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ _START, _END = "<|python_start|>", "<|python_end|>"  # Llama 4
 class LlamaJson(ToolFormat):
     """{"name": ..., "parameters": {...}} as the whole answer, or after `<|python_tag|>`; ";" separates several.
 
-    A call has no mark of its own, so it must have the name of an offered tool. Calls in Python are read, too.
+    A call has no mark of its own. So only the name of an offered tool makes it a call. `parse` also reads calls in the
+    syntax of Python.
     """
 
     name = "llama3_json"
     marks = (_TAG, _START, _END)
+    # regular expression for the beginning of an answer with calls; an answer without calls does not begin so
     _unlike: ClassVar[str] = r'\s*\{\s*"(name|type|id|parameters|arguments)"'
 
     @override
@@ -55,7 +57,7 @@ class LlamaJson(ToolFormat):
 
 
 class Pythonic(LlamaJson):
-    """[NAME(ARGUMENT=VALUE, ...), ...] as the whole answer; Llama 4 writes marks around it. JSON is read, too."""
+    """[NAME(ARGUMENT=VALUE, ...), ...] as the whole answer; Llama 4 writes marks around it. `parse` also reads JSON."""
 
     name = "pythonic"
     _unlike: ClassVar[str] = r"\s*\["
@@ -73,7 +75,10 @@ def _begin(tool: Tool) -> str:
 
 
 def _keywords(lark: Lark, tool: Tool) -> str:
-    """Expression of the arguments: required ones first; others may be left out."""
+    """Returns the grammar expression of a call's arguments, each as NAME=VALUE.
+
+    Required arguments come first. The others may be left out.
+    """
     needed, properties = tool.parameters.get("required") or [], tool.parameters.get("properties") or {}
 
     def item(name: str) -> str:
@@ -99,7 +104,7 @@ def _json_calls(text: TextReader) -> Steps[None]:
 
 
 def _python_calls(text: TextReader) -> Steps[None]:
-    """Reads calls up to the bracket that ends their list."""
+    """Parses calls in the syntax of Python, up to the bracket that ends their list."""
     while True:
         yield from text.skip_blanks()
         name, mark = yield from text.take_until("(", "]", "\n")

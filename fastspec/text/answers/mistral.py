@@ -1,4 +1,4 @@
-"""Calls of Mistral's models, after `[TOOL_CALLS]`."""
+"""Format of the tool calls of Mistral's models, after `[TOOL_CALLS]`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mistral(MarkedFormat):
     """`[TOOL_CALLS]` and a JSON list of calls; newer models: `[TOOL_CALLS]` NAME `[ARGS]` {...}, once for each call.
 
     Args:
-        template: the chat template, which tells the way for grammars. Both are read.
+        template: text of the chat template. It decides which of the two forms a grammar demands; `parse` reads both.
     """
 
     name = "mistral"

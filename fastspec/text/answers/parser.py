@@ -1,4 +1,4 @@
-"""Reads an answer while it arrives, and writes the grammar of answers with calls."""
+"""Parses an answer while it arrives, and writes the grammar of answers that a request restricts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastspec.text.answers.reader import Steps, TextReader
 
 
 class AnswerParser:
-    """Turns the text of one answer into events. They do not depend on how the text is divided into pieces.
+    """Turns the text of one answer into events, which do not depend on how the text is divided into pieces.
 
     Args:
         formats: formats of the model's answers.
-        tools: tools for the model to call. Empty: calls stay text.
-        opened: True if the prompt has opened the reasoning.
+        tools: tools that the model may call. Empty: calls are content.
+        opened: True if the prompt has begun the reasoning.
     """
 
     def __init__(self, formats: AnswerFormats, tools: Sequence[Tool], *, opened: bool = False) -> None:
@@ -28,7 +28,7 @@ class AnswerParser:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Special tokens whose text is read."""
+        """Special tokens whose text the parser needs."""
         kinds = (self._formats.reasoning, self._formats.tools if self._reader.tools else None)
         return frozenset(mark for kind in kinds if kind is not None for mark in kind.marks)
 
@@ -43,7 +43,7 @@ class AnswerParser:
         return self._reader.in_reasoning
 
     def push(self, text: str) -> None:
-        """Takes the next text."""
+        """Receives the next piece of the answer's text."""
         if text:
             self._reader.feed(text)
             next(self._run, None)
@@ -54,7 +54,7 @@ class AnswerParser:
         next(self._run, None)
 
     def events(self) -> list[Event]:
-        """Returns the events since the last call of this method; they are final."""
+        """Returns the events since the last call of this method. Later text does not change them."""
         return self._reader.events()
 
     def _steps(self) -> Steps[None]:
@@ -67,13 +67,13 @@ class AnswerParser:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRule:
-    """Demands of a request on an answer.
+    """Restrictions that a request sets for its answer.
 
     Attributes:
-        tools: tools for the model to call.
-        required: True if one must be called.
-        parallel: True if several may be called.
-        schema: JSON schema of the content; None: any text.
+        tools: tools that the model may call.
+        required: True if the answer must call a tool.
+        parallel: True if the answer may have several calls.
+        schema: JSON schema of the content. None: any text.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -83,20 +83,20 @@ class AnswerRule:
 
     @property
     def demands(self) -> bool:
-        """True if not every text fulfils it."""
+        """True if some texts break the rule, so that decoding needs a grammar."""
         calls = self.required or not self.parallel or any(tool.strict for tool in self.tools)
         return self.schema is not None or bool(self.tools and calls)
 
     def grammar(self, formats: AnswerFormats, added: Mapping[str, int], *, opened: bool) -> str:
-        """Grammar of the whole answer, which begins with the reasoning.
+        """Returns the grammar of the whole answer, with its reasoning.
 
         Args:
             formats: formats of the model's answers.
-            added: ids of the tokens that were added to the vocabulary.
-            opened: True if the prompt has opened the reasoning.
+            added: text -> id of the tokens that were added to the vocabulary.
+            opened: True if the prompt has begun the reasoning.
 
         Raises:
-            NoGrammar: the formats have none for this rule.
+            NoGrammar: a format has no grammar for this rule.
         """
         lark = Lark(added)
         reasoning = formats.reasoning
@@ -115,7 +115,7 @@ class AnswerRule:
                 "the chat template shows no known format of tool calls, so they cannot be demanded; serve with "
                 "--tool-call-parser NAME"
             )
-        # arguments of a tool that is not strict are any object, unless it must be called
+        # arguments of a tool that is not strict may be any object, unless the answer must call a tool
         strict = [tool if tool.strict or self.required else Tool(tool.name, _loose(tool)) for tool in self.tools]
         if self.required:
             return formats.tools.calls(lark, strict, parallel=self.parallel)
@@ -125,6 +125,9 @@ class AnswerRule:
 
 
 def _loose(tool: Tool) -> dict[str, Any]:
-    """A schema for any arguments; formats that write them one by one still need their names."""
+    """Returns a JSON schema that allows any arguments.
+
+    It keeps their names, because some formats write the arguments one by one.
+    """
     names = tool.parameters.get("properties") or {}
     return {"type": "object", "properties": {name: {} for name in names}}

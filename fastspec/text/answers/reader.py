@@ -1,7 +1,8 @@
 """Text of an answer while it arrives, for parsers that are generators.
 
 A parser calls the methods of a TextReader with `yield from`. A method that needs more text than has arrived yields, and
-goes on when the text is there. It decides by the text alone. So the events do not depend on how the text was divided.
+continues when more text has arrived. It decides by the text alone. So the events do not depend on how the text is
+divided into pieces.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ _BLANK = " \t\r\n"
 
 
 class TextReader:
-    """Holds the text that no parser has taken yet, and collects the events.
+    """Holds the text of an answer that its parser has not taken yet, and collects the parser's events.
 
-    Text that a parser takes after a mark becomes content if no call begins: nothing that the model wrote is lost.
+    A mark is a fixed text, such as `<tool_call>`. Text that a parser takes after a mark becomes content if no call
+    begins. So nothing that the model wrote is lost.
 
     Args:
-        tools: by name; empty: no call may begin.
-        opened: True if the prompt has opened the reasoning.
+        tools: tools that may be called, by name. Empty: there are no calls.
+        opened: True if the prompt has begun the reasoning.
 
     Attributes:
-        tools, opened: the same.
+        tools, opened: the arguments.
         in_reasoning: True while the parser reads reasoning.
     """
 
@@ -37,38 +39,39 @@ class TextReader:
         self._text, self._ended = "", False
         self._events: list[Event] = []
         self._calls = 0
-        self._skipped = ""  # characters that are dropped where the next content begins
+        self._skipped = ""  # characters that are dropped at the beginning of the next content or reasoning
         self._held: tuple[type[Content | Reasoning], str] = (Content, "")  # blanks at the end of the last piece
-        self._taken: str | None = None  # since the last mark; None: a call has begun, or there was no mark
+        # text that was taken since the last mark; None: it does not become content
+        self._taken: str | None = None
 
     def feed(self, text: str, *, last: bool = False) -> None:
-        """Appends text; `last`: no more follows."""
+        """Appends text that has arrived. With `last` the answer ends after it."""
         self._text += text
         self._ended = self._ended or last
 
     def events(self) -> list[Event]:
-        """Returns the events since the last call of this method, neighbours of one kind joined."""
+        """Returns the events since the last call of this method. Consecutive events of one kind are joined."""
         found, self._events = self._events, []
         return found
 
-    # what a parser tells
+    # methods by which a parser adds events
 
     def content(self, text: str) -> None:
-        """Adds content. Blanks at its end wait: they are dropped if a call follows."""
+        """Adds a piece of content. Blanks at its end are held back, and dropped if a call follows."""
         text = text.lstrip(self._skipped) if self._skipped else text
         if text:
             self._skipped = ""
             self._add_text(Content, text, _BLANK)
 
     def reasoning(self, text: str) -> None:
-        """Adds reasoning. Line feeds at its beginning and end are dropped."""
+        """Adds a piece of reasoning. Line feeds at the beginning and the end of the whole reasoning are dropped."""
         text = text.lstrip(self._skipped) if self._skipped else text
         if text:
             self._skipped = ""
             self._add_text(Reasoning, text, "\n")
 
     def begin_call(self, name: str) -> None:
-        """Begins a call."""
+        """Adds the beginning of a call of the tool `name`."""
         self._taken, self._held, self._skipped = None, (Content, ""), _BLANK
         self._push(CallBegins(self._calls, name))
         self._calls += 1
@@ -79,21 +82,21 @@ class TextReader:
             self._push(Arguments(self._calls - 1, text))
 
     def hold(self) -> None:
-        """Makes content of the text that is taken from here on, if no call begins."""
+        """Starts to keep the text that the parser takes. It becomes content if no call begins."""
         self._give_back()
         self._taken = ""
 
     def drop(self) -> None:
-        """Leaves out the text that was taken since the last mark or `hold`."""
+        """Drops the text that was taken since the last mark or `hold`, so that it does not become content."""
         self._taken = None
 
-    # what a parser reads
+    # methods by which a parser takes text
 
     def content_until(self, *marks: str) -> Steps[str | None]:
-        """Passes text to the content up to a mark.
+        """Takes text up to the first of some marks, and adds it as content.
 
         Returns:
-            The mark, which is the first in the text and the longest there; None at the end of the answer.
+            The mark, which is taken, too. If several begin at one place, it is the longest. None: the answer has ended.
         """
         self._give_back()
         mark = yield from self._pass(self.content, marks)
@@ -103,7 +106,7 @@ class TextReader:
         return mark
 
     def reasoning_until(self, *marks: str) -> Steps[str | None]:
-        """Passes text to the reasoning up to a mark, as `content_until`."""
+        """Takes text up to the first of some marks, and adds it as reasoning. Returns: see `content_until`."""
         self._taken, self.in_reasoning, self._skipped = None, True, "\n"
         mark = yield from self._pass(self.reasoning, marks)
         if mark is not None:
@@ -111,13 +114,13 @@ class TextReader:
         return mark
 
     def take_until(self, *marks: str) -> Steps[tuple[str, str | None]]:
-        """Returns the text up to a mark, and the mark; None at the end of the answer."""
+        """Takes and returns the text up to the first of some marks, and the mark. None: the answer has ended."""
         parts: list[str] = []
         mark = yield from self._pass(parts.append, marks)
         return "".join(parts), mark
 
     def take_before(self, *marks: str) -> Steps[str]:
-        """Returns the text up to a mark, which stays."""
+        """Takes and returns the text up to the first of some marks. The mark is not taken."""
         taken, mark = yield from self.take_until(*marks)
         if mark is not None:
             self._text = mark + self._text
@@ -126,11 +129,14 @@ class TextReader:
         return taken
 
     def arguments_until(self, *marks: str) -> Steps[str | None]:
-        """Passes text to the arguments of the last call up to a mark, as `content_until`."""
+        """Takes text up to the first of some marks, and adds it to the arguments of the last call.
+
+        Returns: see `content_until`.
+        """
         return (yield from self._pass(self.arguments, marks))
 
     def starts(self, mark: str) -> Steps[bool]:
-        """True if the next text is the mark, which is taken then."""
+        """True if the next text is the mark, which is then taken."""
         while not self._ended and len(self._text) < len(mark) and mark.startswith(self._text):
             yield
         found = self._text.startswith(mark)
@@ -139,7 +145,7 @@ class TextReader:
         return found
 
     def next(self) -> Steps[str]:
-        """The next character, which stays; an empty text at the end of the answer."""
+        """Returns the next character without taking it. Empty at the end of the answer."""
         while not self._text and not self._ended:
             yield
         return self._text[:1]
@@ -150,10 +156,10 @@ class TextReader:
             self._cut(1)
 
     def json_value(self, take: Callable[[str], object]) -> Steps[bool]:
-        """Passes the text of one JSON value to `take` while it arrives.
+        """Takes one JSON value, and passes its text to `take` while it arrives.
 
         Returns:
-            False if the answer has ended within it.
+            False if the answer has ended within the value.
         """
         depth, quoted, escaped, begun = 0, False, False, False
         while True:
@@ -184,19 +190,19 @@ class TextReader:
             yield
 
     def json_text(self) -> Steps[str]:
-        """The text of one JSON value, possibly cut by the end of the answer."""
+        """Takes and returns the text of one JSON value. The end of the answer may cut it."""
         parts: list[str] = []
         yield from self.json_value(parts.append)
         return "".join(parts)
 
     def json_string(self) -> Steps[str | None]:
-        """The value of a JSON string; None if the next value is no string."""
+        """Takes a JSON string, and returns its value. None if the next value is not a valid string."""
         if (yield from self.next()) != '"':
             return None
         return string_of((yield from self.json_text()))
 
     def python_value(self) -> Steps[str]:
-        """The text of a Python literal, up to a comma or a closing bracket that is not within it."""
+        """Takes and returns the text of a Python literal, up to a comma or a closing bracket that is not part of it."""
         taken, depth, quote, escaped = "", 0, "", False
         while char := (yield from self.next()):
             if quote:
@@ -214,7 +220,7 @@ class TextReader:
         return taken
 
     def rest(self) -> Steps[None]:
-        """Passes all further text to the content, up to the end of the answer."""
+        """Takes all further text, up to the end of the answer, and adds it as content."""
         yield from self.content_until()
 
     def _pass(self, take: Callable[[str], object], marks: Iterable[str]) -> Steps[str | None]:
@@ -231,7 +237,12 @@ class TextReader:
                 yield
 
     def _find(self, marks: Iterable[str]) -> tuple[int, str | None]:
-        """Number of characters before the first place where a mark is or may begin; the mark if it is there."""
+        """Searches the text for the first of some marks.
+
+        Returns:
+            The number of characters before the mark, and the mark. The mark is None if it is not there. Then the number
+            is that before an incomplete mark at the end of the text, or that of all characters.
+        """
         text = self._text
         places: list[tuple[int, int, str | None]] = []
         for mark in marks:
@@ -250,7 +261,7 @@ class TextReader:
         return piece
 
     def _give_back(self) -> None:
-        """Makes content of the text since the last mark, where no call has begun."""
+        """Adds the text that was taken since the last mark as content, if no call has begun."""
         taken, self._taken = self._taken, None
         if taken:
             self.content(taken)
@@ -283,12 +294,12 @@ class TextReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Number of characters at the end of `text` that `mark` begins with, less than all of it."""
+    """Returns the length of the longest end of `text` with which `mark` begins. It is shorter than `mark`."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def string_of(text: str) -> str | None:
-    """The value of a JSON string; None if it is none, or has a half of a surrogate pair."""
+    """Returns the value of a JSON string. None if `text` is not a string in JSON, or has half of a surrogate pair."""
     try:
         value = json.loads(text)
         value.encode()

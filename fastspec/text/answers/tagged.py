@@ -1,4 +1,4 @@
-"""Calls whose arguments stand in tags, one by one: Qwen3-Coder, and GLM-4.5."""
+"""Formats of tool calls that have a tag for each argument: Qwen3-Coder, and GLM-4.5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 class _Written:
-    """Writes the arguments of a call as a JSON object, one at a time."""
+    """Begins a call, and writes the JSON object of its arguments, one argument at a time."""
 
     def __init__(self, text: TextReader, name: str) -> None:
         self._text, self._tool = text, text.tools.get(name)
@@ -25,13 +25,13 @@ class _Written:
         text.begin_call(name)
 
     def add(self, name: str, value: str) -> None:
-        """Adds one argument, as the model wrote it."""
+        """Adds one argument. `value` is its text as the model wrote it, without JSON's quotes."""
         schema = property_of(self._tool.parameters, name) if self._tool else {}
         self._text.arguments(f"{self._before}{dumped(name)}: {json_of_text(value, schema)}")
         self._before = ", "
 
     def end(self) -> None:
-        """Ends the object."""
+        """Ends the JSON object."""
         self._text.arguments("{}" if self._before == "{" else "}")
 
 
@@ -109,12 +109,16 @@ class Glm4(MarkedFormat):
 def _arguments(
     lark: Lark, tool: Tool, begin: Callable[[str], str], end: str, after: str, marks: Sequence[str] = ()
 ) -> str:
-    """Expression of all arguments in the order of the schema; those that are not required may be left out.
+    """Returns the grammar expression of a call's arguments, in the order of the schema.
+
+    Arguments that are not required may be left out.
 
     Args:
+        lark: grammar to which rules are added.
+        tool: the tool that is called.
         begin: maps the name of an argument to the text before its value.
         end: text that ends a value.
-        after: text between it and the next argument.
+        after: text after `end`, before the next argument.
         marks: see `Lark.text`.
     """
     needed = tool.parameters.get("required") or []

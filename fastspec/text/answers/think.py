@@ -10,12 +10,12 @@ from fastspec.text.answers.reader import Steps, TextReader
 
 
 class Between(ReasoningFormat):
-    """Reasoning between two marks; a prompt may have written the first.
+    """Reasoning between two fixed texts. The prompt may end with the first one.
 
     Args:
         name: name of the format.
-        begin, end: the marks.
-        marks: special tokens in them; default: both.
+        begin, end: the texts before and after the reasoning.
+        marks: special tokens in `begin` and `end`. Default: both are special tokens.
     """
 
     def __init__(self, name: str, begin: str, end: str, marks: tuple[str, ...] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Arguments that a format writes without JSON's quotes: their types come from the schema of the tool."""
+"""Arguments of tool calls that a format writes without JSON's quotes. Their types come from the schema of the tool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ _TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string"
 
 
 def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
-    """Schema of one argument, with the definitions that it may refer to; {} if the tool does not tell."""
+    """Returns the JSON schema of one argument, with the definitions to which it may refer.
+
+    {} if the tool's schema does not describe the argument.
+
+    Args:
+        parameters: JSON schema of all arguments of the tool.
+        name: name of the argument.
+    """
     found = (parameters.get("properties") or {}).get(name)
     if not isinstance(found, dict):
         return {}
@@ -20,7 +27,13 @@ def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def types_of(schema: dict[str, Any], root: dict[str, Any] | None = None, depth: int = 0) -> set[str]:
-    """JSON types that a schema allows; empty if it does not tell."""
+    """Returns the JSON types that a schema allows. Empty if the schema does not limit them.
+
+    Args:
+        schema: JSON schema of a value.
+        root: schema with the definitions to which `$ref` refers. Default: `schema`.
+        depth: number of schemas around this one. From 8 on `$ref` is not followed.
+    """
     root = schema if root is None else root
     if isinstance(schema.get("$ref"), str) and depth < 8:
         target: Any = root
@@ -41,11 +54,12 @@ def types_of(schema: dict[str, Any], root: dict[str, Any] | None = None, depth: 
 
 
 def json_of_text(text: str, schema: dict[str, Any]) -> str:
-    """JSON text of a value that was written without quotes if it is a text.
+    """Returns the JSON text of an argument whose string values the model writes without quotes.
 
     Args:
         text: the model's text of the argument.
-        schema: JSON schema of the argument. If it allows only strings, the value is one. Else it is JSON if possible.
+        schema: JSON schema of the argument. If it allows only strings, `text` is a string. Otherwise `text` is read as
+            a literal of JSON or Python if possible.
     """
     types = types_of(schema)
     if types == {"string"}:
@@ -56,13 +70,13 @@ def json_of_text(text: str, schema: dict[str, Any]) -> str:
 
 
 def json_of_literal(text: str) -> str:
-    """JSON text of a literal of Python or JSON; a text that is neither becomes a string."""
+    """Returns the JSON text of a literal of Python or JSON. A text that is neither becomes a string."""
     value = _read(text.strip())
     return dumped(text.strip() if value is None else value[0])
 
 
 def dumped(value: object) -> str:
-    """JSON text; a half of a surrogate pair stays escaped, since it has no UTF-8."""
+    """Returns the JSON text of a value. Half of a surrogate pair is escaped, because UTF-8 cannot encode it."""
     text = json.dumps(value, ensure_ascii=False, default=list)
     try:
         text.encode()
@@ -72,7 +86,7 @@ def dumped(value: object) -> str:
 
 
 def _read(text: str) -> tuple[object] | None:
-    """The value of a literal, as a tuple of one; None if it is neither JSON nor Python."""
+    """Returns the value of a literal as a tuple of length 1. None if it is a literal of neither JSON nor Python."""
     try:
         return (json.loads(text, parse_constant=_refused),)
     except (ValueError, RecursionError):
