@@ -25,17 +25,17 @@ def check_api_key(key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may use a server, and who is told of each request.
+    """Rules of access to a server, and the observers of its requests.
 
     Attributes:
-        api_keys: one of them must be in each request; empty: none is needed. /health and /ping are open to all.
+        api_keys: keys, of which each request must send one. Empty: no key is needed. /health and /ping never need one.
         origins: origins of browser pages that may read answers, such as "https://chat.example"; "*": all.
         root_path: path that a proxy puts before the paths of this server, such as "/llm".
-        observers: are called after each request.
-        weight_updates: keys may also change the model's weights, and pause it.
+        observers: functions that are called with the record of each request after its end.
+        weight_updates: True if clients with a key may also change the model's weights, and pause it.
 
     Raises:
-        ValueError: a key is empty, an origin or the path has another form, or weight updates have no key.
+        ValueError: a key is empty, an origin or the path is malformed, or weight updates are allowed without a key.
     """
 
     api_keys: tuple[str, ...] = ()
@@ -58,15 +58,15 @@ class Access:
             raise ValueError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
 
     def check(self, request: Request) -> str | None:
-        """Checks the key of a request, and returns it; None: none is needed.
+        """Checks the API key of a request, and returns it. Returns None if the server needs no key.
 
         Raises:
-            Refusal: it has none, or another one.
+            Refusal: the request has no key, or a wrong one.
         """
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        # the scheme has no case (RFC 9110, 11.1); headers are bytes, read as latin-1 on the way
+        # the scheme may be in upper or lower case (RFC 9110, 11.1); starlette decodes headers as latin-1
         sent = given.strip(" ").encode("latin-1") if scheme.lower() == "bearer" else b""
-        # each key is compared in whole, so that the time does not tell how far one agrees
+        # all keys are compared, each in constant time: the duration does not tell how many characters agree
         matches = [secrets.compare_digest(sent, key.encode()) for key in self.api_keys]
         if matches and not any(matches):
             raise Refusal(

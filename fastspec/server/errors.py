@@ -13,14 +13,14 @@ _FIELDS = {row.keyword: row.field for row in OPTIONS if not row.field.startswith
 
 
 class Refusal(Exception):
-    """Refusal of a request.
+    """Error that refuses a request. It has the status and the body of the HTTP answer.
 
     Args:
         message: value that was got, value that was wanted, and the next step.
-        field: name of a field of the body.
+        field: name of the faulty field of the request's body. None: the error is not about a field.
         status: HTTP status.
         kind: OpenAI's type of the error.
-        code: OpenAI's code.
+        code: OpenAI's code of the error.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Refusal(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
     def renamed(self, message: str, field: str | None) -> Refusal:
-        """The same refusal with other names of fields."""
+        """Returns the same refusal with another message and field."""
         error = self.body["error"]
         return Refusal(message, field, status=self.status, kind=error["type"], code=error["code"])
 
 
 def of_option(error: Exception, fields: set[str]) -> Refusal:
-    """Makes a refusal of an error of `submit`.
+    """Turns an error of `submit` about an option into a refusal that names the field of the request.
 
     Args:
-        error: its message begins with the option.
-        fields: given in the request; the one that set the option is named.
+        error: error whose message begins with the name of the option.
+        fields: names of the fields that the request has. The one that set the option is named.
     """
     message = str(error)
     found = re.match(r"(?:option )?(\w+)", message)
@@ -57,34 +57,34 @@ def of_option(error: Exception, fields: set[str]) -> Refusal:
 
 
 def no_such(status: int, method: str, path: str) -> Refusal:
-    """Makes a refusal of an unknown path, or of a wrong method."""
+    """Makes the refusal of a request with an unknown path (404), or with a wrong method (405)."""
     said = f"{method} is not allowed on {path}" if status == 405 else f"there is no {path} here"
     message = f"{said}; GET /openapi.json lists the paths of this server, such as POST /v1/chat/completions"
     return Refusal(message, status=status)
 
 
 def loading() -> Refusal:
-    """Makes a refusal of a request that comes before the models are loaded."""
+    """Makes the refusal of a request that arrives before the models are loaded."""
     return Refusal("the models are loading; ask again soon", status=503, kind="server_error", code="loading")
 
 
 def failed(error: Exception) -> Refusal:
-    """Makes a refusal of an error of the model or the device; later requests may succeed."""
+    """Makes the refusal of a request that failed by an error of the model or the device. Later ones may succeed."""
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
 
 
 def sleeping() -> Refusal:
-    """Makes a refusal of a request to a model that sleeps."""
+    """Makes the refusal of a request to a model that sleeps."""
     return Refusal("the model sleeps; POST /wake_up first", status=503, kind="server_error", code="sleeping")
 
 
 def going_down() -> Refusal:
-    """Makes a refusal of an answer that the end of the server cuts off."""
+    """Makes the refusal of a request whose answer the end of the server cuts off."""
     return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")
 
 
 def too_late(seconds: float) -> Refusal:
-    """Makes a refusal of a request whose time is over."""
+    """Makes the refusal of a request whose answer took longer than the limit, `seconds`."""
     message = (
         f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or serve with "
         "--limit seconds=TIME"

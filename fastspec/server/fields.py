@@ -1,4 +1,4 @@
-"""Bodies of requests: OpenAI's fields, checked. A closed list: what is not served is named and refused."""
+"""Bodies of requests with OpenAI's fields, checked by pydantic. A field that is not served is refused by its name."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from fastspec.text.answers.events import Tool
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
-# parameters of transformers' method, and its names for the messages on their way to the template
+# names that variables of a chat template may not have: parameters of transformers' method, and its own variables
 _TEMPLATED = frozenset(
     [*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "conversations", "messages"]
 )
 _ID = re.compile("0|[1-9][0-9]{0,17}")
-_TOLD = 80  # characters of a value that a message repeats
+_TOLD = 80  # characters of a value that an error message repeats
 
 
 class StreamOptions(BaseModel):
@@ -42,7 +42,7 @@ class StreamOptions(BaseModel):
 
 
 class Schema(BaseModel):
-    """The schema of an answer of type json_schema; the answer follows it also without `strict`."""
+    """JSON schema in a response_format of type json_schema. The answer follows it even without `strict`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -53,7 +53,7 @@ class Schema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The format of an answer."""
+    """The field response_format: the format that the answer must have."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -62,7 +62,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def schema_of_text(self) -> dict[str, Any] | None:
-        """JSON schema of the answer; None: any text."""
+        """JSON schema of the answer. None: any text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise Refusal("response_format of type json_schema, and no other, has a json_schema", "response_format")
         if self.json_schema is not None:
@@ -71,7 +71,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """The text that an answer must follow, in vLLM's shape: exactly one of the fields."""
+    """vLLM's field structured_outputs: the form that the answer must have, by exactly one of these fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -83,10 +83,10 @@ class StructuredOutputs(BaseModel):
 
     @property
     def option(self) -> tuple[str, str | dict[str, Any]]:
-        """Keyword and value of `submit` that say the same.
+        """Name and value of the keyword argument of `submit` for this form.
 
         Raises:
-            Refusal: no field, or several.
+            Refusal: none of the fields is given, or several are.
         """
         choice = None if self.choice is None else "|".join(re.escape(one) for one in self.choice)
         options = {
@@ -127,7 +127,7 @@ class TextPart(BaseModel):
 
 
 class Prediction(BaseModel):
-    """A text that the answer is likely to repeat, in one piece or in parts."""
+    """The field prediction: a text that the answer is likely to repeat, in one piece or in parts."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -151,7 +151,7 @@ class Function(BaseModel):
 
 
 class FunctionTool(BaseModel):
-    """A tool in a chat."""
+    """An entry of a chat's `tools`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -168,7 +168,7 @@ class Named(BaseModel):
 
 
 class NamedChoice(BaseModel):
-    """A choice of the one function that must be called."""
+    """A tool_choice that names the one function that must be called."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -186,7 +186,7 @@ class AllowedFunctions(BaseModel):
 
 
 class AllowedChoice(BaseModel):
-    """A choice of the functions that may be called."""
+    """A tool_choice that lists the functions that may be called."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -194,7 +194,7 @@ class AllowedChoice(BaseModel):
     allowed_tools: AllowedFunctions
 
 
-# ranges of the protocol, where they are not those of the option
+# ranges of fields where the protocol's range differs from that of the generator's option, by the option's keyword
 _RANGES: Mapping[str, FieldInfo] = {
     "temperature": Field(ge=0, le=2),
     "top_k": Field(ge=-1),
@@ -203,7 +203,7 @@ _RANGES: Mapping[str, FieldInfo] = {
 
 
 def _numeric_fields() -> dict[str, Any]:
-    """Fields for the options that are one number a row, by the names that the protocol has for them."""
+    """Returns pydantic's definitions of the fields that set an option with one number, by the protocol's names."""
     fields: dict[str, Any] = {}
     for keyword, number in NUMBERS.items():
         kind: Any = int if isinstance(number.neutral, int) else float
@@ -213,12 +213,16 @@ def _numeric_fields() -> dict[str, Any]:
 
 
 def taken_fields(rows: Mapping[str, RequestField]) -> dict[str, Any]:
-    """Fields that change no answer; the types of their values are checked."""
+    """Returns pydantic's definitions of the fields that are accepted but change no answer. Their types are checked.
+
+    Args:
+        rows: rows of these fields in the table of all fields, by name.
+    """
     return {name: (row.kind | None, None) for name, row in rows.items()}
 
 
 class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):  # type: ignore[misc]
-    """Fields that both kinds of completion share.
+    """Fields that the bodies of chats and of completions share.
 
     A field that is null counts as left out. `field_table` lists all fields, and what each of them means.
     """
@@ -266,22 +270,22 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
 
     @property
     def stops(self) -> list[str]:
-        """Texts that end an answer, and are no part of it."""
+        """Stop strings. They end an answer, and are no part of it."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def recorded(self) -> int | None:
-        """Number of most probable tokens to tell at each place; None: no log-probabilities."""
+        """Number of most probable tokens to report beside each new token. None: no log-probabilities."""
         raise NotImplementedError
 
     @property
     def scored(self) -> int | None:
-        """Number of most probable tokens to record at each token of the prompt; None: no log-probabilities."""
+        """Number of most probable tokens to report beside each token of the prompt. None: no log-probabilities."""
         return self.prompt_logprobs
 
     @property
     def drawn(self) -> int:
-        """Number of answers that are decoded for each prompt; the best `n` are returned."""
+        """Number of answers to decode for each prompt. The best `n` of them are returned."""
         return self.n
 
     @property
@@ -290,7 +294,7 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
         return "max_tokens", self.max_tokens
 
     def options(self) -> dict[str, Any]:
-        """Keywords of `submit` for the given fields: all others keep the checkpoint's defaults."""
+        """Returns the keyword arguments of `submit` for the given fields. Other options keep their defaults."""
         given = {keyword: getattr(self, ROWS[keyword].field) for keyword in NUMBERS}
         options: dict[str, Any] = {keyword: value for keyword, value in given.items() if value is not None}
         if options.get("top_k") == -1:
@@ -320,12 +324,16 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
 
     @property
     def schema_of_text(self) -> dict[str, Any] | None:
-        """JSON schema that the answer must follow; None: there is none."""
+        """JSON schema that the answer must follow. None: there is none."""
         schema: dict[str, Any] | None = self.constraint().get("json_schema")
         return schema
 
     def constraint(self) -> dict[str, Any]:
-        """Keyword of `submit` for the text that the answer must follow."""
+        """Returns the keyword argument of `submit` that restricts the text of the answer. Empty: any text.
+
+        Raises:
+            Refusal: two fields restrict it, or min_tokens is given beside a restriction.
+        """
         schema = None if self.response_format is None else self.response_format.schema_of_text
         constraint: dict[str, Any] = {} if schema is None else {"json_schema": schema}
         if self.structured_outputs is not None:
@@ -370,23 +378,23 @@ class Completion(Body):
 
     @property
     def recorded(self) -> int | None:
-        """The field `logprobs`, a number here."""
+        """The field `logprobs`, which is a number in completions."""
         return self.logprobs
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """`max_tokens`; for 0 one token is decoded, and left out of the answer."""
+        """Name and value of `max_tokens`. For 0 one token is decoded, and left out of the answer."""
         return "max_tokens", None if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def scored(self) -> int | None:
-        """With `echo` the prompt is scored as the answer is."""
+        """The larger one of `prompt_logprobs` and, with `echo`, `logprobs`. None: neither is given."""
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((each for each in wanted if each is not None), default=None)
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Prompts: one for each text or list of ids."""
+        """List of the prompts, each a text or a list of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         whole = all(isinstance(one, int) for one in self.prompt)
@@ -444,7 +452,7 @@ class Chat(Body):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """Names of the functions that `tool_choice` names; None: it names none."""
+        """Names of the functions that `tool_choice` names. None: it names none."""
         if isinstance(self.tool_choice, NamedChoice):
             return [self.tool_choice.function.name]
         if isinstance(self.tool_choice, AllowedChoice):
@@ -453,7 +461,7 @@ class Chat(Body):
 
     @property
     def shown(self) -> list[dict[str, Any]]:
-        """Tools for the template: those that the model may know of."""
+        """Tools that the chat template writes into the prompt."""
         if self.tool_choice == "none":
             return []
         if not isinstance(self.tool_choice, AllowedChoice):
@@ -463,7 +471,7 @@ class Chat(Body):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """Tools that the model may call, or those of which it must call one."""
+        """Tools that the model may call. With `must_call` it must call one of them."""
         if self.tool_choice == "none":
             return ()
         functions = [one for one in self._functions if self._chosen is None or one.name in self._chosen]
@@ -487,12 +495,12 @@ class Chat(Body):
 
     @property
     def recorded(self) -> int | None:
-        """The field `top_logprobs`, where `logprobs` is true."""
+        """The field `top_logprobs`, or 0 without it, if `logprobs` is true. Else None."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """`max_completion_tokens`, else `max_tokens`."""
+        """Name and value of `max_completion_tokens` if it is given, else of `max_tokens`."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -507,27 +515,32 @@ def _function_of(at: int, tool: dict[str, Any]) -> Function:
 
 
 def _object_schema(given: dict[str, Any] | None) -> dict[str, Any]:
-    """JSON schema of a function's arguments."""
+    """Returns the JSON schema of a function's arguments for its field `parameters`."""
     schema: dict[str, Any] = constraints({"type": "object", **(given or {})})
     return schema
 
 
 def _id(key: str) -> int:
-    if not _ID.fullmatch(key):  # one way to write an id: no entry replaces another's
+    if not _ID.fullmatch(key):  # an id has only one accepted spelling, so that no entry replaces another
         raise Refusal(f"logit_bias must map token ids to numbers, got the key {key[:_TOLD]!r}", "logit_bias")
     return int(key)
 
 
 def _of_union(place: str) -> bool:
-    """True if it names a member of a union; pydantic puts these between the names of fields."""
+    """True if a part of the location of a pydantic error is not a field, but a type of a union."""
     return place in ("str", "int") or place.startswith(("constrained-", "list[", "literal["))
 
 
 def read(kind: type[BaseModel], data: bytes) -> Any:
-    """Reads the body of a request, and checks it.
+    """Parses and checks the JSON body of a request.
+
+    Args:
+        kind: class of the body.
+        data: JSON text in UTF-8.
 
     Raises:
-        Refusal: it is no JSON, lacks a field, or has one that is not served or out of range; the error names it.
+        Refusal: the text is not JSON, a field is missing, not served, or has an invalid value. The error names the
+            field.
     """
     try:
         return kind.model_validate_json(data)
@@ -542,12 +555,20 @@ def read(kind: type[BaseModel], data: bytes) -> Any:
 
 
 def _names(error: ErrorDetails) -> list[str]:
-    """Names the fields on the way to the value that an error is about."""
+    """Returns the names of the fields that lead to the value of an error, from the outermost."""
     return [str(part) for part in error["loc"] if not _of_union(str(part))]
 
 
 def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[str]:
-    """Says what is wrong with one field, once for each type of a union that matched deepest."""
+    """Describes the errors of one field.
+
+    If the type of the field is a union, each of its types gives an error. Only the most deeply nested errors are
+    described, because their types are most like the value.
+
+    Args:
+        place: location of an error; its first part is the field.
+        errors: all errors of the body.
+    """
     each: dict[object, ErrorDetails] = {}
     for error in errors:
         if error["loc"][:1] == place[:1]:
@@ -558,6 +579,6 @@ def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[s
 
 
 def words_of(error: ErrorDetails) -> str:
-    """An error of pydantic with the name of the field and the value."""
+    """Formats an error of pydantic, with the name of the field and its value."""
     given = "" if error["type"] in ("missing", "json_invalid") else f", got {str(error['input'])[:_TOLD]!r}"
     return f"{'.'.join(_names(error)) or 'the body'}: {error['msg']}{given}"

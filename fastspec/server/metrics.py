@@ -1,4 +1,4 @@
-"""Metrics of /metrics: fastspec's own, and the same facts under vLLM's names, which dashboards ask for."""
+"""Metrics of /metrics: fastspec's own, and the same values under vLLM's names, which dashboards query."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from fastspec.scheduling.requests import Request
 
-# seconds, the bounds of histograms: each about twice the one before
+# upper bounds of the buckets of histograms in seconds, each about twice the one before
 _BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _LABELS: Final = ("model_name", "engine")  # of vLLM's metrics; there is one engine, "0"
 
 
 def buckets_to(longest: float) -> list[float]:
-    """Upper bounds in seconds of a histogram's buckets, up to the longest time that a request may take."""
+    """Returns the upper bounds of a histogram's buckets in seconds. The last one is `longest`."""
     bounds = [each for each in _BUCKETS if each < longest]
     while bounds and bounds[-1] * 2 < longest:
         bounds.append(bounds[-1] * 2)
@@ -25,10 +25,10 @@ def buckets_to(longest: float) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """Functions that are read when metrics are asked for.
+    """Functions that return current values. They are called at each request to /metrics.
 
     Attributes:
-        running, waiting: number of answers that have a row, and of those that wait for one.
+        running, waiting: number of answers that have a row of the batch, and of those that wait for one.
         kv_usage: share of the K/V cache that rows use, 0 to 1.
     """
 
@@ -41,9 +41,9 @@ class Meters:
     """The metrics of one server, in a registry of its own.
 
     Args:
-        longest: seconds that a request may take.
+        longest: longest time that a request may take, in seconds.
         model: name of the model, a label of vLLM's metrics.
-        live: values of the moment; None: these are not told.
+        live: functions for the metrics with current values. None: these metrics are left out.
     """
 
     def __init__(self, longest: float, model: str = "", live: Live | None = None) -> None:
@@ -65,7 +65,7 @@ class Meters:
         self._vllm.first.observe(seconds)
 
     def between_tokens(self, seconds: float, count: int) -> None:
-        """Records the time between two pieces of an answer, of which the second has `count` tokens."""
+        """Records the time between two pieces of an answer, divided over the `count` tokens of the second piece."""
         for _ in range(count):
             self._vllm.between.observe(seconds / count)
 
@@ -75,15 +75,15 @@ class Meters:
         self._vllm.whole.observe(seconds)
 
     def waited(self, seconds: float) -> None:
-        """Records the time that an answer waited for a row."""
+        """Records the time that an answer waited for a row of the batch."""
         self._vllm.queue.observe(seconds)
 
     def count(self, prompt_tokens: int, requests: Sequence[Request]) -> None:
-        """Adds the tokens of a request of the protocol.
+        """Adds the token counts of one HTTP request.
 
         Args:
-            prompt_tokens: tokens of all its prompts.
-            requests: its answers, each a request of the scheduler.
+            prompt_tokens: number of tokens of all its prompts.
+            requests: requests of the scheduler, one for each of its answers.
         """
         rows = [each.stats() for each in requests]
         for kind, count in {
@@ -98,7 +98,7 @@ class Meters:
 
 
 class _OfVllm:
-    """The metrics that vLLM has, by its names and labels."""
+    """The metrics that vLLM has, too, with vLLM's names and labels."""
 
     def __init__(self, registry: CollectorRegistry, buckets: list[float], model: str, live: Live | None) -> None:
         to: dict[str, Any] = {"registry": registry}
@@ -137,7 +137,7 @@ class _OfVllm:
                 Gauge(f"vllm:{name}", help, _LABELS, **to).labels(*self._labels).set_function(value)
 
     def count(self, prompt_tokens: int, requests: Sequence[Request]) -> None:
-        """Adds the tokens of the answers of a request of the protocol."""
+        """Adds the token counts of one HTTP request. Args: see `Meters.count`."""
         self._prompt.inc(prompt_tokens)
         for each in requests:
             row = each.stats()
@@ -147,7 +147,8 @@ class _OfVllm:
             self._drafts.inc(row.steps - row.plain_steps)
             self._drafted.inc(row.drafted)
             self._accepted.inc(row.accepted)
-            for position in range(len(row.histogram) - 1):  # accepted there: in steps that accepted more than so many
+            # steps that accepted more than `position` drafts accepted the one at `position`
+            for position in range(len(row.histogram) - 1):
                 self._at.labels(*self._labels, str(position)).inc(sum(row.histogram[position + 1 :]))
             if each.finish_reason in ("stop", "length"):
                 self._ended.labels(*self._labels, each.finish_reason).inc()

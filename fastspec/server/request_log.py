@@ -23,23 +23,23 @@ ACCESS_LOGS: Final = ("text", "json", "off")
 REQUEST_ID: Final = "x-request-id"  # header of requests and of answers
 _ACCESS: Final = "fastspec.access"  # the logger of the access log
 _RECORD: Final = "fastspec.record"  # key in the scope of a request
-_PROBES: Final = ("/health", "/ping", "/metrics")  # paths that are asked every few seconds
+_PROBES: Final = ("/health", "/ping", "/metrics")  # paths that monitoring requests every few seconds
 _ID: Final = re.compile(r"[!-~]{1,128}")
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request, filled while it is answered.
+    """Record of one request. Its fields are set while the request is answered.
 
     Attributes:
-        id: from the header X-Request-Id, else a new one.
+        id: id from the header X-Request-Id, else a new one.
         method, path: HTTP method and path.
         headers: headers of the request.
-        started: nanoseconds since the epoch.
-        status: HTTP status of the answer; 0: none was sent, since the client was gone.
-        seconds: until the end of the answer.
-        model: name in the request; None: it names none.
-        job: answers of the request; None: none were begun.
+        started: time of arrival, in nanoseconds since the epoch.
+        status: HTTP status of the answer. 0: none was sent, because the client was gone.
+        seconds: time from arrival to the end of the answer.
+        model: name of the model in the request. None: the request names none.
+        job: answers that are decoded for the request. None: none were begun.
     """
 
     id: str
@@ -54,11 +54,11 @@ class RequestRecord:
 
     @property
     def is_usual_probe(self) -> bool:
-        """True for a successful request of a path that is asked every few seconds."""
+        """True for a successful request to a path that monitoring requests every few seconds."""
         return 200 <= self.status < 300 and self.path.endswith(_PROBES)
 
     def facts(self) -> dict[str, str | int | float | None]:
-        """Facts of an ended request: names, token counts, and times in seconds."""
+        """Returns the facts of an ended request by name: names, token counts, and times in seconds."""
         told: dict[str, str | int | float | None] = {
             "id": self.id,
             "method": self.method,
@@ -83,24 +83,24 @@ class RequestRecord:
 
 
 def record_of(scope: Scope) -> RequestRecord:
-    """The record of a request that came through `Recorded`."""
+    """Returns the record of a request, which `Recorded` has stored in the request's ASGI scope."""
     record: RequestRecord = scope[_RECORD]
     return record
 
 
 class Recorded:
-    """Application around another one: keeps a record of each request, and adds its id to the answer.
+    """ASGI middleware: keeps a record of each request, and adds its id to the headers of the answer.
 
     Args:
-        app: answers the requests.
-        observers: get the record of each request after its end.
+        app: application that answers the requests.
+        observers: functions that are called with the record of each request after its end.
     """
 
     def __init__(self, app: ASGIApp, observers: Sequence[Callable[[RequestRecord], None]]) -> None:
         self._app, self._observers = app, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request."""
+        """Answers a request by the inner application, and records it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -128,7 +128,7 @@ class AccessLog:
     """Writes a line for each request to the logger "fastspec.access".
 
     Args:
-        as_json: write JSON objects; else `name=value` pairs.
+        as_json: True writes JSON objects; False writes `name=value` pairs.
     """
 
     def __init__(self, *, as_json: bool) -> None:
@@ -148,16 +148,19 @@ class AccessLog:
 
 
 def _word(value: object) -> str:
-    """A value without spaces and control characters, which a client may have sent to forge a line."""
+    """Returns a value as one word of a log line.
+
+    A text with spaces or control characters is written as JSON, so that a client cannot forge a line.
+    """
     text = "-" if value is None else str(value)
     return text if text.isascii() and text.isprintable() and " " not in text else json.dumps(text)
 
 
 def set_up_logging(level: str) -> None:
-    """Sends the log of the server to stderr.
+    """Sends the logs of the server and of uvicorn to stderr.
 
     Args:
-        level: one of LEVELS.
+        level: least level to log, one of LEVELS. Of uvicorn warnings are the least, except with "debug".
     """
     chosen = logging.getLevelName(level.upper())
     for name, form in (("fastspec", "fastspec: %(message)s"), (_ACCESS, "%(message)s"), ("uvicorn", "%(message)s")):

@@ -23,8 +23,8 @@ from fastspec.server.app import app_of
 from fastspec.server.errors import loading
 from fastspec.server.service import Service
 
-_AFTER = 10  # seconds for clients to take in that their answers were stopped
-_WORKERS = 64  # threads that read prompts, render templates and compile grammars; each is made when it is needed
+_AFTER = 10  # seconds in which cancelled answers send their last events, before uvicorn closes all connections
+_WORKERS = 64  # limit of threads that tokenize prompts, render templates and compile grammars
 _BACKLOG = 1024  # connections that wait to be accepted
 
 
@@ -37,7 +37,7 @@ def listening(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         made = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        # accepted connections inherit it; asyncio sets it only on sockets whose protocol number is IPPROTO_TCP
+        # accepted connections inherit this option; asyncio sets it only if the protocol number is IPPROTO_TCP
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return made
     except OSError as error:
@@ -46,9 +46,9 @@ def listening(host: str, port: int) -> socket.socket:
 
 @contextlib.contextmanager
 def listening_at(path: Path) -> Iterator[socket.socket]:
-    """Opens a Unix socket that accepts connections, and removes its file at the end.
+    """Opens a Unix socket that accepts connections, and removes its file at the end of the block.
 
-    A socket file that no process listens on is replaced.
+    If the file exists, and no process listens on it, it is replaced.
 
     Raises:
         ValueError: the path cannot be used.
@@ -80,11 +80,11 @@ class Certificate:
     """Files for TLS, in PEM.
 
     Attributes:
-        chain: the certificate, and those that lead to its issuer.
-        key: the private key, without a password.
+        chain: file with the certificate, and the certificates that lead to its issuer.
+        key: file with the private key, without a password.
 
     Raises:
-        ValueError: they cannot be read, or the key does not belong to the certificate.
+        ValueError: a file cannot be read, or the key does not belong to the certificate.
     """
 
     chain: Path
@@ -115,14 +115,16 @@ def _config(app: ASGIApp, certificate: Certificate | None, drain: float) -> uvic
 
 @contextlib.contextmanager
 def answering_that_models_load(on: socket.socket, certificate: Certificate | None = None) -> Iterator[None]:
-    """Answers requests with status 503, in a thread, until the block ends; later connections wait for the server.
+    """Answers requests with status 503 until the block ends, in a thread.
+
+    Connections that clients open after the block wait until a server accepts them.
 
     Args:
-        on: is open after the block, too.
-        certificate: for TLS.
+        on: socket that accepts connections. It stays open after the block.
+        certificate: files for TLS. None: plain HTTP.
     """
     server = uvicorn.Server(_config(_say_loading, certificate, drain=1))
-    ours = on.dup()  # uvicorn closes what it gets
+    ours = on.dup()  # uvicorn closes the socket that it gets
     thread = threading.Thread(target=server.run, args=([ours],), daemon=True)
     thread.start()
     try:
@@ -134,7 +136,7 @@ def answering_that_models_load(on: socket.socket, certificate: Certificate | Non
 
 
 async def _say_loading(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request while the models load."""
+    """Answers a request with status 503, because the models are loading."""
     probe = scope["path"].endswith(("/health", "/ping"))
     body = json.dumps({"status": "loading"} if probe else loading().body).encode()
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"5")]
@@ -149,11 +151,11 @@ class Server(uvicorn.Server):
     A second signal, or the end of `drain`, cancels them; their clients get an error.
 
     Args:
-        service: answers the requests.
-        access: keys, origins and observers.
-        drain: seconds for the last answers.
-        certificate: for TLS; None: the server speaks plain HTTP.
-        started: called when the server is ready.
+        service: decodes the answers.
+        access: rules of access, and observers.
+        drain: seconds in which running answers may complete at the end.
+        certificate: files for TLS. None: plain HTTP.
+        started: function that is called when the server is ready.
     """
 
     def __init__(
@@ -186,7 +188,11 @@ class Server(uvicorn.Server):
             self._service.end()  # of the background: nobody can ask for them any more
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles a signal as uvicorn does; the second one cancels the answers."""
+        """Handles SIGINT and SIGTERM.
+
+        The first signal begins the shutdown, which waits for running answers. The second one cancels these answers.
+        Later ones have the effect that they have in uvicorn: SIGINT closes all connections at once.
+        """
         if self.should_exit and not self._service.cut_off and self._loop is not None:
             self._loop.call_soon_threadsafe(self._service.end)
         else:

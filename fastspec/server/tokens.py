@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, in vLLM's shapes."""
+"""POST /tokenize and POST /detokenize, with vLLM's bodies. Also the answers of /health and /version."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastspec.server.service import Service
 class Tokenize(BaseModel):
     """The body of POST /tokenize: a prompt, or the messages of a chat.
 
-    `model` may be left out. The fields of a chat mean what they mean in /v1/chat/completions.
+    `model` may be left out. The fields of a chat have the same meaning as in /v1/chat/completions.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -79,7 +79,7 @@ class Version(BaseModel):
 
 
 def tokenized(service: Service, body: Tokenize) -> Tokens:
-    """Token ids of a prompt or of messages.
+    """Returns the token ids of a prompt, or of the messages of a chat.
 
     Raises:
         Refusal: the template refuses the messages.
@@ -100,7 +100,7 @@ def tokenized(service: Service, body: Tokenize) -> Tokens:
 
 
 def detokenized(service: Service, body: Detokenize) -> Prompt:
-    """Text of token ids, special tokens included.
+    """Returns the text of token ids, with special tokens.
 
     Raises:
         Refusal: an id is outside the vocabulary.

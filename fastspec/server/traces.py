@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Final
 
 from fastspec.server.request_log import RequestRecord
 
-if TYPE_CHECKING:  # where OpenTelemetry is not installed this file can be read all the same
+if TYPE_CHECKING:  # so this file can be imported without OpenTelemetry
     from opentelemetry.sdk.trace.export import SpanExporter
 
-# attributes of a span by the names of facts: OpenTelemetry's, and vLLM's for the times
+# name in `RequestRecord.facts` -> attribute of a span, as OpenTelemetry names it; times as vLLM names them
 _NAMES: Final = {
     "id": "gen_ai.request.id",
     "model": "gen_ai.request.model",
@@ -28,10 +28,10 @@ _NAMES: Final = {
 
 
 class Traces:
-    """Makes a span for each request; its parent is that of the header traceparent (W3C Trace Context).
+    """Makes a span for each request. Its parent is the span in the header traceparent (W3C Trace Context).
 
     Args:
-        exporter: sends the spans, in a thread of its own.
+        exporter: sends the spans. A separate thread calls it.
     """
 
     def __init__(self, exporter: SpanExporter) -> None:
@@ -47,13 +47,13 @@ class Traces:
 
     @classmethod
     def to(cls, endpoint: str) -> Traces:
-        """Makes traces that are sent to an address by OTLP over HTTP, such as http://host:4318/v1/traces."""
+        """Returns a Traces that sends spans by OTLP over HTTP to a URL, such as http://host:4318/v1/traces."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(OTLPSpanExporter(endpoint))
 
     def __call__(self, record: RequestRecord) -> None:
-        """Makes the span of an ended request; usual probes get none."""
+        """Makes the span of an ended request. Successful requests of monitoring get none."""
         if record.is_usual_probe:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode

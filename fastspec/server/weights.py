@@ -1,4 +1,7 @@
-"""Routes of a trainer: new weights for target or draft, pauses, and sleep. A server has them only if it allows them."""
+"""Control of a served model by a trainer: new weights for target or draft, pauses, and sleep.
+
+A server has these routes only if `Access.weight_updates` is True.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,17 @@ from fastspec.generator import FastSpecGenerator
 from fastspec.server.errors import Refusal, failed
 
 Mode = Literal["abort", "wait"]
-"""What becomes of running answers: they end at once, or a change waits for their ends."""
+"""Treatment of running answers: "abort" ends them at once, "wait" lets them complete."""
 
 
 class UpdateWeights(BaseModel):
     """The body of POST /update_weights.
 
     Attributes:
-        path: directory of the server's machine, or Hub id.
-        target_model: False updates the draft model.
-        version: name of the target's new weights. None: the number of its updates.
-        running: "wait" for the ends of running answers, or "abort" them.
+        path: directory on the server's machine, or Hub id.
+        target_model: True updates the target, False the draft model.
+        version: name of the target's new weights. None: the number of its updates so far.
+        running: "wait" lets running answers complete before the update, "abort" ends them at once.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -53,15 +56,15 @@ class Sleeping(BaseModel):
 
 
 class WeightControl:
-    """Changes the weights of a generator that serves, pauses it, and lets it sleep; one change at a time.
+    """Changes the weights of a served generator, pauses it, and lets it sleep. Makes one change at a time.
 
     Args:
-        generator: serves meanwhile. Requests that come during a change wait for its end.
+        generator: generator that serves requests.
     """
 
     def __init__(self, generator: FastSpecGenerator) -> None:
         self._generator, self._changing = generator, asyncio.Lock()
-        self._was_paused = False  # before it fell asleep
+        self._was_paused = False  # True if the generator was paused before it fell asleep
 
     @property
     def version(self) -> WeightVersion:
@@ -70,51 +73,51 @@ class WeightControl:
 
     @property
     def paused(self) -> Paused:
-        """Tells if requests wait for `resume`."""
+        """Tells whether the generator is paused: new requests then wait for `resume`."""
         return Paused(is_paused=self._generator.paused)
 
     async def update(self, body: UpdateWeights) -> WeightVersion:
-        """Replaces weights between two requests, and lets waiting requests go on.
+        """Replaces the weights of target or draft while no answer runs. New requests wait until it is done.
 
         Raises:
-            Refusal: the weights do not fit this model; nothing has changed. Or a copy failed midway: requests are
-                refused until an update with all tensors.
+            Refusal: the weights do not fit this model, and nothing has changed. Or copying failed midway: then requests
+                are refused until an update replaces all tensors.
         """
         await self._change(lambda: self._update(body))
         return self.version
 
     async def pause(self, mode: str) -> Paused:
-        """Lets new requests wait; returns when running answers have ended.
+        """Lets new requests wait until `resume`. Returns when the running answers have ended.
 
         Args:
-            mode: "wait" for their ends, or "abort" them, with the tokens that they have.
+            mode: "wait" lets running answers complete. "abort" ends them at once, with the tokens that they have.
 
         Raises:
-            Refusal: another mode.
+            Refusal: the mode is neither.
         """
         _check_mode(mode)
         await self._change(lambda: self._generator.pause(abort=mode == "abort"))
         return self.paused
 
     async def resume(self) -> Paused:
-        """Lets the waiting requests go on."""
+        """Ends a pause: waiting requests are decoded."""
         await self._change(self._generator.resume)
         return self.paused
 
     @property
     def sleeping(self) -> Sleeping:
-        """Tells if the model sleeps."""
+        """Tells whether the model sleeps."""
         return Sleeping(is_sleeping=self._generator.asleep is not None)
 
     async def sleep(self, level: str, mode: str) -> Sleeping:
-        """Frees memory of the model when running answers have ended; requests are refused until `wake_up`.
+        """Frees memory of the model when the running answers have ended. Requests are refused until `wake_up`.
 
         Args:
             level: "1" or "2", see `FastSpecGenerator.sleep`.
             mode: see `pause`.
 
         Raises:
-            Refusal: another level or mode, or a model that cannot sleep so.
+            Refusal: the level or the mode is unknown, or the model does not support the level.
         """
         if level not in ("1", "2"):
             raise Refusal(f"level must be 1 or 2, got {level!r}", "level")
@@ -123,14 +126,14 @@ class WeightControl:
         return self.sleeping
 
     async def wake_up(self, path: str | None, version: str | None) -> Sleeping:
-        """Brings the memory of the model back. Does nothing if it does not sleep.
+        """Ends sleep: allocates the memory of the model again, and fills it. Does nothing if the model does not sleep.
 
         Args:
-            path: new weights of the target after level 2. None: those that it was served with.
+            path: checkpoint with new weights of the target, after level 2. None: the checkpoint that was served.
             version: name of these weights.
 
         Raises:
-            Refusal: weights that do not fit, or no room; the model still sleeps.
+            Refusal: the weights do not fit, or memory is missing. The model still sleeps.
         """
         await self._change(lambda: self._wake(path, version))
         return self.sleeping
@@ -164,7 +167,7 @@ class WeightControl:
         async with self._changing:
             try:
                 await asyncio.to_thread(work)
-            except RuntimeError as error:  # the generator is closed, or its weights are half changed
+            except RuntimeError as error:  # the generator is closed, or only a part of its weights is changed
                 raise failed(error) from error
 
     def _update(self, body: UpdateWeights) -> None:
@@ -174,7 +177,7 @@ class WeightControl:
             generator.update_weights(body.path, model="target" if body.target_model else "draft", version=body.version)
         except (ValueError, OSError) as error:
             if not was_paused:
-                generator.resume()  # raises RuntimeError if the weights are half changed
+                generator.resume()  # raises RuntimeError if only a part of the weights is changed
             raise Refusal(str(error), "path") from error
         if not was_paused:
             generator.resume()
