@@ -1,1 +1,1 @@
-"""Decoder models: the checked spec, checkpoints, weights, and the forward pass."""
+"""Decoder models: the checked spec of a config, checkpoints, weights, and the forward pass."""

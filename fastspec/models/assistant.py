@@ -1,4 +1,4 @@
-"""Pass of an assistant of Gemma 4: a decoder with queries only, on the keys and values of its target."""
+"""Forward pass of Gemma 4's assistant: a draft decoder that attends to the keys and values of its target."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from fastspec.shapes import ForwardBatch, Tiling
 
 
 class Places(NamedTuple):
-    """Positions of a step's drafts, which are the same for all of them.
+    """Inputs of the draft passes of one step. All k passes have the same ones, and none writes K/V.
 
     Attributes:
-        turned: position of each row's last token, by which queries are rotated.
-        seen: the position before, the newest one that has keys. Nothing is written there.
+        turned: inputs with the position of each row's last token. Queries are rotated by it.
+        seen: inputs with the position before, the newest one that has keys. Queries attend to keys up to it.
     """
 
     turned: ForwardBatch
@@ -36,17 +36,17 @@ class Places(NamedTuple):
 
 
 class Assistant(Decoder):
-    """Weights of an assistant, and its pass. `AssistantSpec` has the formulas.
+    """Gemma 4's assistant: its weights and its draft pass. `AssistantSpec` has the formulas.
 
     Args:
-        spec: its sizes and arithmetic.
-        weights: its weights.
-        target: the target, whose keys, values and embedding it reads.
+        spec: sizes and arithmetic of the assistant.
+        weights: weights of the assistant.
+        target: the target, whose keys, values and embedding the assistant reads.
         ops, max_positions, batch, max_queries: see `Decoder`.
-        order: int64 [ids], ids by group; with centroids alone.
+        order: int64 [vocabulary], all token ids, group by group. None: the assistant has no groups of ids.
 
     Raises:
-        UnsupportedOption: several ranks share the target, so each has some of the keys.
+        UnsupportedOption: several ranks share the target, so that each rank has only some of the keys.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Assistant(Decoder):
         self.head, self._target_embed = spec, target.weights.embed
         self._places = [target._places[layer] for layer in spec.sources]
         scale = torch.tensor(spec.target.embed_scale, dtype=weights.decoder.embed.dtype, device="cpu")
-        self._scale = float(scale)  # rounded as in the target
+        self._scale = float(scale)  # rounded to the embedding's dtype, as in the target
         found = [weights.matrix(name) for name in (assistant_spec.BEFORE, assistant_spec.AFTER)]
         self._before, self._after = _both(found)
         self._centroids = weights.matrix(assistant_spec.CENTROIDS)
@@ -80,12 +80,15 @@ class Assistant(Decoder):
         self._ones = {dim: torch.ones(dim, dtype=torch.float32, device=weights.decoder.norm.device) for dim in dims}
 
     def drafted(self, h: Tensor, ids: Tensor, places: Places) -> Tensor:
-        """Returns the residual stream after the last layer [B, 1, hidden], the input of `logits` and `feature`.
+        """Runs all layers for one draft token of each row.
+
+        Returns the residual stream after the last layer [B, 1, hidden], the input of `logits` and `feature`.
 
         Args:
-            h: [B, 1, target's hidden].
-            ids: int64 [B, 1], the token before the draft.
-            places: positions of the drafts.
+            h: [B, 1, target's hidden size], h_j of `AssistantSpec`: from the target for the first draft, then from
+                `feature`.
+            ids: int64 [B, 1], the token before the draft token.
+            places: inputs of the pass.
         """
         tiling = places.turned.tiling
         e = self.ops.embed(self._target_embed, ids.contiguous()) * self._scale
@@ -97,7 +100,7 @@ class Assistant(Decoder):
         return x
 
     def feature(self, x: Tensor, tiling: Tiling) -> Tensor:
-        """Returns h of the next draft [B, 1, target's hidden], from the result of `drafted`."""
+        """Returns `h` of the next call of `drafted`, [B, 1, target's hidden size], from the result of this one, `x`."""
         return self.ops.linear(self._normed_last(x), self._after, None, tiling)
 
     @override
@@ -117,7 +120,10 @@ class Assistant(Decoder):
         out.copy_(ids.gather(-1, found.argmax(dim=-1, keepdim=True))[..., 0])
 
     def _of_groups(self, hidden: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
-        """Returns ids of the chosen groups, int64 [.., n], and their fp32 logits, for hidden states [.., hidden]."""
+        """Computes logits for the ids of some groups, those with the largest product of centroid and hidden state.
+
+        Returns these ids, int64 [.., n], and their fp32 logits [.., n], for hidden states [.., hidden].
+        """
         assert self._centroids is not None, "it comes with groups"
         assert self._groups is not None, "checked by the caller"
         x = self._normed_last(hidden)
@@ -133,7 +139,13 @@ class Assistant(Decoder):
         return self._norm(self.spec.plans[-1], x, self.weights.norm)
 
     def _attended(self, index: int, product: Tensor, places: Places) -> Tensor:
-        """Computes attention of queries over the target's keys, before the output projection: [B, 1, H * D]."""
+        """Computes a layer's attention over the target's keys, before the output projection: [B, 1, H * D].
+
+        Args:
+            index: layer of the assistant.
+            product: queries [B, 1, H * D], without norm and rotation.
+            places: inputs of the pass.
+        """
         plan, layer = self.spec.plans[index], self.weights.layers[index]
         heads, kv_heads, dim = shape = self.spec.heads_of(plan)
         assert plan.rope is not None, "all layers rotate"
@@ -141,7 +153,8 @@ class Assistant(Decoder):
         keys, values = self.cache.layer(self._places[index])
         scales = self.cache.scales_of(self._places[index])
         turned, seen = places
-        missing = product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)  # the place of K and V, which are not kept
+        # the ops take q, k and v in one tensor; these zeros replace k and v, and are not stored
+        missing = product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)
         queries = self.ops.store_heads(
             HeadsCall(
                 torch.cat([product, missing], dim=-1),
@@ -181,14 +194,16 @@ class Assistant(Decoder):
 
 
 def places_of(rows: ForwardBatch) -> Places:
-    """Returns the places of drafts after each row's last token, whose position [B, 1] `rows` has."""
+    """Returns the inputs of the draft passes. `rows` are the inputs of a pass over each row's last token, [B, 1]."""
     nothing = torch.zeros_like(rows.write_mask)
     before = (rows.positions - 1).clamp_min(0)
     return Places(replace(rows, write_mask=nothing), replace(rows, positions=before, write_mask=nothing))
 
 
 def order_of(directory: Path, spec: AssistantSpec) -> Tensor | None:
-    """Reads the ids of an assistant by group: int64 [ids] on the CPU. None: it has no groups.
+    """Reads all token ids of an assistant, group by group: int64 [vocabulary] on the CPU.
+
+    Returns None if the assistant has no groups of ids.
 
     Raises:
         CheckpointError: the tensor is missing, or does not have every id once.

@@ -17,8 +17,8 @@ from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 class CompiledDecoder(Decoder):
     """Decoder whose passes in a step run through torch.compile, each as one graph. Its ops must be `CompiledOps`.
 
-    Compiled once for each number of rows and of tokens per row, by the first pass of that shape. Prompt chunks, which
-    have more tokens, are not compiled: they have many sizes, and products take most of their time.
+    The first pass with a number of rows and of tokens per row compiles the graph for this shape. Prefill chunks, which
+    have more tokens, are not compiled: they have many sizes, and matrix products take most of their time.
 
     Args:
         *args, **options: arguments of Decoder.
@@ -43,7 +43,7 @@ class CompiledDecoder(Decoder):
 
     @override
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        # copied outside of the graph: `out` is a column, which may be misaligned for the compiler's vector stores
+        # the copy is outside the graph: `out` is a column, which may be misaligned for the compiler's vector stores
         out.copy_(self._compiled_pick(self, hidden, limit))
 
 

@@ -17,10 +17,11 @@ from transformers import PretrainedConfig
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# class names in checkpoints for a tokenizer in one file; and model types for which `AutoTokenizer` then uses no other
-# class
+# If a checkpoint names one of these tokenizer classes, and has a model type of the second list, then `AutoTokenizer`
+# loads PreTrainedTokenizerFast
 _OF_ONE_FILE: Final = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _READ_FROM_ONE_FILE: Final = ("llama",)
+# the same for Qwen2Tokenizer
 _QWEN: Final = ("Qwen2Tokenizer", "Qwen2TokenizerFast")
 _READ_AS_QWEN: Final = ("qwen2", "qwen3")
 
@@ -133,7 +134,7 @@ class Qwen3Config(Qwen2Config):
 
 
 _OURS: Final = (LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config)
-# the base class of older versions has other fields, and does not check types
+# in older versions of transformers the base class is no dataclass, and does not check types
 OURS: Final[dict[str, type[PretrainedConfig]]] = {
     kind.model_type: strict(kind) if is_dataclass(kind) else kind  # type: ignore[arg-type]
     for kind in _OURS
@@ -141,10 +142,10 @@ OURS: Final[dict[str, type[PretrainedConfig]]] = {
 
 
 def config_class(model_type: str) -> type[PretrainedConfig]:
-    """Returns the class that reads configs of a type: one of these, or transformers' own.
+    """Returns the class that reads configs of a model type: a class of this file, else transformers' own.
 
     Raises:
-        KeyError: transformers has no such type.
+        KeyError: transformers does not have the model type.
     """
     if model_type in OURS:
         return OURS[model_type]
@@ -157,7 +158,7 @@ def config_class(model_type: str) -> type[PretrainedConfig]:
 def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str, Any]) -> Any:
     """Loads the tokenizer that `AutoTokenizer` would load.
 
-    Uses the class that the checkpoint names, if that is sufficient.
+    If `tokenizer_class` knows its class, the tokenizer is loaded without `AutoTokenizer`.
 
     Args:
         directory: local directory.
@@ -172,14 +173,14 @@ def load_as_named(directory: Path, config: PretrainedConfig, beside: Mapping[str
         return kind.from_pretrained(str(directory), local_files_only=True)
     from transformers import AutoTokenizer
 
-    # with the config given, transformers does not read it again without this package's checks
+    # because the config is given, transformers does not read the file itself, without this package's checks
     return AutoTokenizer.from_pretrained(str(directory), config=config, trust_remote_code=False, local_files_only=True)
 
 
 def tokenizer_class(model_type: str, beside: Mapping[str, Any]) -> "type[PreTrainedTokenizerBase] | None":
     """Returns the class that `AutoTokenizer` would use for a directory with a tokenizer.json.
 
-    None if it is not known here; then call `AutoTokenizer`.
+    None if this function does not know the class; then call `AutoTokenizer`.
 
     Args:
         model_type: type of the config.

@@ -32,8 +32,8 @@ SIZE_LIMITS: Final[Mapping[str, int]] = {
     "linear_value_head_dim": 2**10,
     "linear_conv_kernel_dim": 2**6,
 }
-"""Largest plausible value of each size field; no model of these families comes near. Bounds what a bad config
-costs."""
+"""Largest accepted value of each size field, far above that of any real model. It bounds the memory and the time that a
+bad config can cost."""
 
 
 OPTIONAL_SIZES: Final = ("num_key_value_heads", "head_dim", "sliding_window")
@@ -55,7 +55,7 @@ def check_sizes(raw: Mapping[str, Any], path: str, *, native: bool) -> None:
         if (value is None and field in OPTIONAL_SIZES) or (not native and (value is None or isinstance(value, list))):
             continue
         if field == "sliding_window" and value == 0 and raw.get("use_sliding_window") is False:
-            continue  # transformers saves Qwen2-MoE so
+            continue  # transformers saves configs of Qwen2-MoE in this way
         if field.startswith("shared_") and type(value) is int and value == 0:
             continue  # means "none" in Qwen3-Coder and MiniMax-M2; families with a shared expert refuse it
         if type(value) is not int or not 1 <= value <= limit:
@@ -78,7 +78,7 @@ def with_floats(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFields:
-    """Checked access to the fields of one config.
+    """Checked access to the fields of one config. Methods that check a value raise UnsupportedModel for a bad one.
 
     Attributes:
         config: a transformers config object; not modified.
@@ -98,12 +98,12 @@ class ConfigFields:
         return getattr(self.config, field, None)
 
     def of_first_layer(self) -> ConfigFields:
-        """Returns the fields of the first layer, if layers have their own values of some. Else the same fields."""
+        """Returns the fields of the first layer if the config has fields for each layer. Else returns these fields."""
         own = self.get("per_layer_config") if self.get("is_heterogeneous") else None
         return self if own is None else ConfigFields(own[0], self.supported)
 
     def size(self, field: str) -> int:
-        """Returns a whole number within its limit."""
+        """Returns the value of a size field, a whole number from 1 to its limit in SIZE_LIMITS."""
         value = self.get(field)
         limit = SIZE_LIMITS[field]
         if type(value) is not int or not 1 <= value <= limit:
@@ -111,29 +111,29 @@ class ConfigFields:
         return int(value)
 
     def count(self, field: str, maximum: int, minimum: int = 1) -> int:
-        """Returns a whole number from `minimum` to `maximum`."""
+        """Returns the value of a field, a whole number from `minimum` to `maximum`."""
         value = self.get(field)
         if type(value) is not int or not minimum <= value <= maximum:
             self.refuse(field, value, f"a whole number from {minimum} to {maximum}")
         return int(value)
 
     def flag(self, field: str) -> bool:
-        """Returns True or False. False if there is none."""
+        """Returns the value of a field, True or False. False if the field is missing."""
         value = self.get(field)
         if value is not None and type(value) is not bool:
             self.refuse(field, value, "true or false")
         return bool(value)
 
     def positive(self, field: str) -> float:
-        """Returns a positive number."""
+        """Returns the value of a field, a positive number."""
         return self.check_positive(self.get(field), field)
 
     def optional_positive(self, field: str) -> float | None:
-        """Returns a positive number. None if there is none."""
+        """Returns the value of a field, a positive number. None if the field is missing."""
         return None if self.get(field) is None else self.positive(field)
 
     def check_positive(self, value: object, field: str) -> float:
-        """Returns `value` of the field as a positive number."""
+        """Returns `value` as a float, and checks that it is a positive number. Errors name `field`."""
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_NUMBER:
             self.refuse(field, value, f"a positive number up to {MAX_NUMBER:.2g}")
         return float(value)

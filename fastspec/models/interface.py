@@ -19,11 +19,11 @@ class ModelInfo(Protocol):
 
     @property
     def family(self) -> str:
-        """Name of its architecture, for messages."""
+        """Name of the model's architecture, for messages."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in which its weights are stored."""
+        """Dtype in which the weights are stored."""
 
     @property
     def vocab_size(self) -> int:
@@ -31,7 +31,7 @@ class ModelInfo(Protocol):
 
     @property
     def max_length(self) -> int:
-        """Its context in tokens."""
+        """Context length in tokens."""
 
     @property
     def num_layers(self) -> int:
@@ -43,19 +43,19 @@ class ModelInfo(Protocol):
 
     @property
     def hosting(self) -> str:
-        """Description of the replaced modules, if transformers' own module runs. Else empty."""
+        """Description of the modules that are replaced in transformers' own model, if that model runs. Else empty."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """For each layer the number of newest keys that a query sees. None: all."""
+        """Attention window of each layer: number of newest keys to which a query attends. None: all keys."""
 
     @property
     def num_heads(self) -> int:
-        """Query heads of a layer."""
+        """Number of query heads of a layer."""
 
     @property
     def num_kv_heads(self) -> int:
-        """KV heads of a layer."""
+        """Number of KV heads of a layer."""
 
     @property
     def head_dim(self) -> int:
@@ -71,13 +71,13 @@ class ModelInfo(Protocol):
 
     @property
     def routed_elements(self) -> int:
-        """Temporary elements per token for experts, in addition to the MLP's.
+        """Elements of temporary tensors that a mixture of experts needs per token, in addition to those of the MLP.
 
-        0 if there are none, or if it is unknown.
+        0 if there are no experts, or if the number is unknown.
         """
 
     def rotary_bytes(self, positions: int) -> int:
-        """Returns the bytes of its rotary tables for `positions` positions."""
+        """Returns the bytes of the model's rotary tables for `positions` positions."""
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
         """Returns the bytes of the recurrent states of one row, for steps of up to `max_drafts` drafts. 0: none."""
@@ -87,9 +87,9 @@ class ModelInfo(Protocol):
 
 
 class ModelSource(Protocol):
-    """Source of a model's weights, as settings and `explain` need it.
+    """Source of a model's weights, with the facts that the generator's settings and `explain` need.
 
-    Implemented by `Checkpoint` and `HeadCheckpoint`.
+    `Checkpoint` and `HeadCheckpoint` implement it.
     """
 
     @property
@@ -102,33 +102,36 @@ class ModelSource(Protocol):
 
     @property
     def stored(self) -> str:
-        """Description of the quantised format of its matrices. Empty: not quantised."""
+        """Description of the quantised format of the stored matrices. Empty: they are not quantised."""
 
     @property
     def mtp(self) -> bool:
-        """True if it also has MTP layers, which may draft for it."""
+        """True if the source also has layers for multi-token prediction (MTP), which may draft for the model."""
 
     @property
     def ranks(self) -> int:
-        """Number of processes that share it, each with its slices."""
+        """Number of tensor-parallel ranks that share the model. Each rank loads its slices of the weights."""
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Returns the bytes of its weights on a device, in the formats of `ops`, with activations of `dtype`."""
+        """Returns the bytes of the weights on a device, in the formats of `ops`, with activations of `dtype`."""
 
     @property
     def module(self) -> nn.Module | None:
-        """The user's live module, whose device is then the default. Else None."""
+        """The user's loaded torch module, if it is the source. Its device is then the default device. Else None."""
 
 
 class CausalModel(Protocol):
-    """Model as a step uses it. Tests implement it with tables of logits."""
+    """Interface of a model for steps and proposers. Tests implement it with tables of logits."""
 
     @property
     def vocab_size(self) -> int:
         """Width of the logits."""
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        """Feeds rows and writes their K/V. Returns hidden states [B, Q, hidden] for `logits` and `argmax`."""
+        """Runs a forward pass over the tokens of `rows`, and writes their K/V to the cache.
+
+        Returns hidden states [B, Q, hidden], the input of `logits` and `argmax`.
+        """
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Returns the result of `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
@@ -141,9 +144,9 @@ class CausalModel(Protocol):
         """Returns fp32 logits [..., V] for hidden states [..., hidden]."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to `out` int64 [R] the id below `limit` with the largest logit of hidden [R, hidden].
+        """Finds the id below `limit` with the largest logit for each of the hidden states [R, hidden].
 
-        Of equal logits the lowest id is taken.
+        Writes the ids to `out`, int64 [R]. Of equal logits the lowest id is taken.
         """
 
 
@@ -158,24 +161,24 @@ class VocabParallel(Protocol):
     """Model whose vocabulary is split over ranks. A greedy step needs only the largest logit of each rank."""
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """Returns the argmax keys of each rank for the result of `hidden`.
+        """Returns the largest logit of each rank's part of the vocabulary, as `PartKeys`, for the result of `hidden`.
 
-        None if a step needs the logits themselves.
+        None if a greedy step needs all logits of this model.
         """
 
 
 def is_recurrent(model: object) -> bool:
-    """True if a model has recurrent states. Unlike K/V, they cannot be masked by a row's length after a pass."""
+    """True if a model has recurrent states. A row's length masks rejected K/V, but cannot mask a recurrent state."""
     return states_of(model) is not None
 
 
 class Pending(Protocol):
-    """Weights that are allocated but not filled yet. `PendingWeights` are those of a model."""
+    """Weights whose memory is allocated but not filled yet. `PendingWeights` implements it for a model."""
 
     @property
     def fill(self) -> Callable[[], None]:
-        """Reads the files. May run in another thread."""
+        """Function that reads the weights from their files. It may run in another thread."""
 
     @property
     def cancel(self) -> Callable[[], None]:
-        """Makes `fill` end soon. The weights must not be used then."""
+        """Function that makes `fill` end soon. The weights must not be used after it."""

@@ -1,4 +1,4 @@
-"""Finds layers that launch the same kernels."""
+"""Finds the layers of a model that launch the same kernels."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> list[int]:
     """Returns indices of layers that together launch all kernels of the model: the first of each kind, and the last.
 
-    Two layers are of one kind if they have the same plan and formats of matrices, and so do the layers after them. A
-    layer also computes the first product of the next layer. If some layers are recurrent, or
-    have only attention or only an MLP, all layers are returned: the tensor between two layers then has different
-    sizes.
+    Two layers are of one kind if they have the same plan and matrix formats, and so have the layers after them: a layer
+    also computes the first matrix product of the next layer. If some layers are recurrent, or have only attention or
+    only an MLP, all layers are returned. The tensors between layers then differ in size.
     """
     count = len(layers)
     if any(plan.state is not None or not (plan.attends and plan.feeds) for plan in plans):

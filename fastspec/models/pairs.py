@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, Final
 
 LARGEST_SHARE: Final = 0.35
-"""A draft with more than this share of the parameters that a token of the target reads is not suggested: it rarely
-makes decoding faster."""
-# active parameters in billions; other models have them in their names: "-A3B"
+"""Largest size of a suggested draft, as a share of the parameters that the target reads per token. A larger draft
+rarely makes decoding faster."""
+# billions of parameters that a token reads, for mixtures of experts whose names do not have them, such as "-A3B"
 _ACTIVE: Final = {"openai/gpt-oss-20b": 3.6, "openai/gpt-oss-120b": 5.1}
 
 
@@ -44,7 +44,7 @@ class TokenizerGroup:
     def drafts(self, billions: float | None) -> list[str]:
         """Returns models small enough to draft for a model of `billions` parameters, smallest first.
 
-        None: unknown size.
+        None: its size is unknown. Then the two smallest models of the group are returned.
         """
         if billions is None:
             return [name for name, _ in self.models[:2]]
@@ -68,13 +68,13 @@ GROUPS: Final = tuple(_group(row) for row in json.loads(_TABLE.read_text("utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Entry of the table for one model.
+    """Group and drafts of one model.
 
     Attributes:
         model: name that the user gave.
         group: group of the model.
         drafts: drafts that fit, smallest first. Empty: the table has none that is small enough.
-        by: description of the way in which the model was recognised.
+        by: description of how the model was recognised.
     """
 
     model: str
@@ -83,7 +83,7 @@ class Found:
     by: str
 
     def __str__(self) -> str:
-        """Formats the entry as a few lines."""
+        """Formats the group, and a command for each draft, one a line."""
         head = f"{self.model}: {self.group.name} ({self.by})"
         if not self.drafts:
             return (
@@ -104,7 +104,7 @@ def natural_pairs(model: str) -> Found | None:
         None if the table does not have the model.
     """
     directory = Path(os.path.expanduser(model))
-    if not os.path.isdir(directory):  # os.path: a name that no file system accepts gives False; Path would raise
+    if not os.path.isdir(directory):  # Path.is_dir would raise for a name that no file system accepts
         if (known := _by_name(model)) is not None:
             return Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
         if (cached := _in_cache(model)) is None:
@@ -117,7 +117,7 @@ def natural_pairs(model: str) -> Found | None:
 
 
 def _in_cache(model: str) -> Path | None:
-    """Returns the files of a Hub id, if they were downloaded before."""
+    """Returns the directory with the files of a Hub id, if they were downloaded before."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -128,9 +128,9 @@ def _in_cache(model: str) -> Path | None:
 
 
 def suggestion(*models: str) -> str:
-    """Returns a sentence for error messages: drafts that fit the first of these models that is in the table.
+    """Returns the end of an error message: drafts that fit the first of these models for which the table has some.
 
-    Empty if none is.
+    Empty if it has none.
     """
     for model in models:
         found = natural_pairs(model)
@@ -146,7 +146,7 @@ def public_name(model: str) -> str:
 
 
 def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float | None] | None:
-    """Returns the group of a Hub id and its billions of parameters.
+    """Returns the group of a Hub id, and the billions of parameters that a token reads. None: unknown.
 
     Without `exact` a longer name that begins with a known name is accepted too.
     """
@@ -170,18 +170,22 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float 
 
 
 def _read(name: str, billions: float) -> float:
-    """Returns the billions of parameters that one token uses.
+    """Returns the billions of parameters that a token reads.
 
-    In a mixture of experts these are the chosen and shared experts.
+    In a mixture of experts only the chosen and shared experts count.
+
+    Args:
+        name: Hub id.
+        billions: all parameters of the model, in billions.
     """
     said = re.search(r"-a([\d.]+)b", name.lower())
     return float(said[1]) if said else _ACTIVE.get(name, billions)
 
 
 def _by_files(directory: Path) -> TokenizerGroup | None:
-    """Returns the group of a local checkpoint.
+    """Returns the group of a local checkpoint. None: no group matches, or several do.
 
-    Compares model_type and vocabulary size, then a token that one group has.
+    Compares model_type and vocabulary size. If several groups match, their `marker` is searched in tokenizer.json.
     """
     config = _json(directory / "config.json")
     text = config.get("text_config")
@@ -198,9 +202,9 @@ def _by_files(directory: Path) -> TokenizerGroup | None:
 
 
 def _billions(directory: Path) -> float | None:
-    """Estimates the billions of parameters that a token uses, from file sizes with two bytes each.
+    """Estimates the billions of parameters that a token reads, from the sizes of the files, at two bytes a parameter.
 
-    None: no weights found.
+    None: there are no weights.
     """
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     config = _json(directory / "config.json")
@@ -210,7 +214,7 @@ def _billions(directory: Path) -> float | None:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """Returns the first of these fields that is a whole number."""
+    """Returns the value of the first of these fields that has a whole number."""
     found = [config.get(name) for name in names] if isinstance(config, dict) else []
     return next((each for each in found if type(each) is int), None)
 

@@ -55,7 +55,10 @@ def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _type_of_names(raw: Mapping[str, Any]) -> str | None:
-    """Returns transformers' type for the classes that a config names. None if its own type is known, or none fits."""
+    """Returns the model type of the transformers classes that a config names.
+
+    None if transformers knows the config's own type, or if not exactly one type fits.
+    """
     kind, asked = raw.get("model_type"), raw.get(AUTO_MAP)
     if not isinstance(kind, str) or kind in FAMILIES or not isinstance(asked, dict):
         return None
@@ -80,7 +83,7 @@ def _asked_for(asked: Any) -> str:
 
 
 def _own_names(raw: Mapping[str, Any]) -> str:
-    """Returns the class names that `auto_map` may have for this type, for messages."""
+    """Returns a clause for messages: the class names that `auto_map` may have for the type of the config."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

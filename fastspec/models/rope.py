@@ -20,12 +20,12 @@ class RopeSpec:
     """Numbers of the rotary embedding of one type of layer.
 
     Attributes:
-        kind: its name in a config, for messages.
+        kind: rope type in the config, for messages.
         inv_freq: inverse frequencies, in radians per position, of the rotated pairs, each exact in fp32. Further pairs,
             up to head_dim / 2, are not rotated.
         scaling: factor on cos and sin.
-        long_inv_freq: used instead of `inv_freq` by a generator whose max_length exceeds `short_length`. Empty: none.
-        short_length: in tokens.
+        long_inv_freq: replaces `inv_freq` in a generator whose max_length exceeds `short_length`. Empty: none.
+        short_length: number of tokens, see `long_inv_freq` and `query_beta`.
         query_beta: b in the factor on queries by position p, 1 + b * log(1 + floor(p / short_length)). 0: no factor.
     """
 
@@ -37,7 +37,7 @@ class RopeSpec:
     query_beta: float = 0.0
 
     def for_length(self, max_length: int) -> RopeSpec:
-        """Returns the spec for a generator with rows of up to `max_length` tokens. It is the same for all its calls."""
+        """Returns the spec for a generator with rows of up to `max_length` tokens. All rows use it, also short ones."""
         if not self.long_inv_freq or max_length <= self.short_length:
             return self
         return replace(self, inv_freq=self.long_inv_freq)
@@ -62,14 +62,15 @@ class RopeSpec:
 
 
 def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None:
-    """Returns the order in which the elements of a head are loaded: entry i is an index in the checkpoint.
+    """Returns the order in which the elements of a head are loaded: element i is the one at index order[i] as stored.
 
-    The order is for kernels that rotate element i with i + dim / 2. None: the stored order. Scores are sums over a
-    head, so queries and keys may have any order, if both have the same.
+    Kernels rotate element i with element i + dim / 2, and this order makes them pairs. None: the stored order fits.
+    Attention scores are sums over a head, so any order is right that queries and keys share.
 
     Args:
-        rotated: number of rotated pairs: the head's first 2 * rotated elements.
-        interleaved: True if pairs are neighbours 2i and 2i + 1, else i and i + rotated.
+        rotated: number of rotated pairs. They are the first 2 * rotated stored elements of the head.
+        dim: elements of a head.
+        interleaved: True if stored pairs are neighbours, 2i and 2i + 1. False if they are i and i + rotated.
     """
     if not interleaved and 2 * rotated == dim:
         return None
@@ -84,10 +85,12 @@ def ropes_of(fields: ConfigFields, dims: tuple[int, ...], family: ModelFamily) -
     """Returns the rotary embeddings of a config: one, or one for each of `family.rope_layers`, in that order.
 
     Args:
-        dims: elements of a head, for each of them.
+        fields: fields of the config.
+        dims: elements of a head (head_dim) for each of these embeddings.
+        family: family of the model, with the rope types that it supports.
 
     Raises:
-        UnsupportedModel: a type or a setting that the family does not support.
+        UnsupportedModel: the config has a rope type or a setting that the family does not support.
     """
     layers = family.rope_layers
     parameters = fields.get("rope_parameters")
@@ -117,7 +120,7 @@ def _rope(
     if kind not in family.rope_kinds:
         fields.refuse("rope_type", kind, " or ".join(repr(name) for name in family.rope_kinds))
     theta = fields.check_positive(parameters.get("rope_theta"), "rope_theta")
-    # a proportional rope has frequencies of the whole head, of which the last are zero
+    # a proportional rope has frequencies for all pairs of the head; the last ones are zero
     rotated = dim // 2 if kind == "proportional" else _rotated(fields, parameters, dim, family.partial_rope)
     if kind in ("default", "ntk_alpha"):
         if kind == "ntk_alpha":
@@ -135,7 +138,10 @@ def _rope(
 
 
 def _proportional(fields: ConfigFields, parameters: Mapping[str, Any], theta: float, dim: int) -> tuple[float, ...]:
-    """Returns frequencies of a whole head of `dim` elements, of which only a part, the first, is not zero."""
+    """Returns the inverse frequencies of a proportional rope, for all dim / 2 pairs of a head.
+
+    The last ones are zero: partial_rotary_factor is the share of the others.
+    """
     share = fields.check_positive(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
     factor = fields.check_positive(parameters.get("factor", 1.0), "rope_parameters.factor")
     pairs = int(share * dim // 2)
@@ -169,13 +175,21 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "longrope": ("original_max_position_embeddings",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-"""Settings that must be there as positive numbers, by kind."""
+"""Settings that the config must have as positive numbers, by rope type."""
 
 
 def _transformers_rope(
     fields: ConfigFields, parameters: Mapping[str, Any], kind: str, rotated: int, layer: str | None
 ) -> RopeSpec:
-    """Returns the numbers of a type of rope, computed by transformers' own function."""
+    """Returns the numbers of a rotary embedding, computed by transformers' function for its rope type.
+
+    Args:
+        fields: fields of the config.
+        parameters: settings of the embedding in the config.
+        kind: rope type.
+        rotated: number of rotated pairs.
+        layer: layer type of the embedding. None: all layers have the same settings.
+    """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     needed = {name: fields.check_positive(parameters.get(name), f"rope_parameters.{name}") for name in NEEDED[kind]}
@@ -190,7 +204,7 @@ def _transformers_rope(
             _check_factors(fields, parameters.get(name), name, rotated)
 
     def computed(**more: Any) -> tuple[tuple[float, ...], float]:
-        """Computes and checks the frequencies and the attention factor."""
+        """Computes and checks the inverse frequencies, and the factor on cos and sin."""
         config = copy.deepcopy(fields.config)
         try:
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer, **more)

@@ -1,7 +1,7 @@
 """Models that also read images or sound: their text model, and the names of its tensors in a checkpoint.
 
-For prompts of text alone, such a model computes the same as its text model. For every type in this file a test compares
-the two.
+For prompts of text alone, such a model computes the same as its text model. A test compares both for every model type
+in this file.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ TEXT_PARTS: Final = (
     *("ovis2", "pp_chart2table", "qwen2_audio", "qwen3_asr", "shieldgemma2", "smolvlm", "vibevoice_asr"),
     *("video_llama_3", "video_llava", "vipllava", "voxtral"),
 )
-"""By the `model_type` of the whole model; those of `FAMILIES` with a `text_part` are not among them."""
+"""`model_type` of models with a text model inside. The types of `FAMILIES` that have a `text_part` are not listed."""
 _PARTS: Final = ("language_model.", "text_model.")
 _HEAD: Final = "lm_head."
 
 
 def text_part_of(config: PretrainedConfig) -> PretrainedConfig | None:
-    """Returns the config of the text model in a larger one, with the settings that only the larger has.
+    """Returns the config of the text model inside a larger model. None: the type is not in TEXT_PARTS.
 
-    None: unknown type.
+    Settings of the text model that only the config of the larger model has are copied to it.
     """
     text: PretrainedConfig | None = getattr(config, "text_config", None)
     if text is None or config.model_type not in TEXT_PARTS:
@@ -45,10 +45,10 @@ def text_part_of(config: PretrainedConfig) -> PretrainedConfig | None:
 
 
 def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
-    """Returns the config of the text model in a larger one, if this package's decoder runs it. Else None.
+    """Returns the config of the text model inside a larger model, if this package's decoder runs it. Else None.
 
     Raises:
-        UnsupportedModel: `architectures` names another class than that of the whole model.
+        UnsupportedModel: `architectures` names another class than that of the larger model.
     """
     text = text_part_of(config)
     if text is None or not runs_natively(text):
@@ -58,10 +58,10 @@ def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
 
 
 def check_whole_class(config: PretrainedConfig) -> str:
-    """Returns the class name of the model that contains a text part. Its checkpoints have this name in `architectures`.
+    """Returns transformers' class name of a model with a text model inside, and checks `architectures` of its config.
 
     Raises:
-        UnsupportedModel: the config has another name there.
+        UnsupportedModel: `architectures` has another name.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
@@ -72,10 +72,14 @@ def check_whole_class(config: PretrainedConfig) -> str:
 
 
 def text_class(config: PretrainedConfig, text: PretrainedConfig) -> Any:
-    """Returns transformers' causal model class for the text part of a config.
+    """Returns transformers' causal model class for the text model inside a larger model.
+
+    Args:
+        config: config of the larger model.
+        text: config of the text model.
 
     Raises:
-        UnsupportedModel: there is none.
+        UnsupportedModel: transformers has no such class.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -87,7 +91,10 @@ def text_class(config: PretrainedConfig, text: PretrainedConfig) -> Any:
 
 
 def text_name(stored: str) -> str | None:
-    """Returns the name of a stored tensor in the text model. None: it belongs to another part."""
+    """Returns the text model's name of the tensor that a checkpoint of the whole model stores as `stored`.
+
+    None: the tensor belongs to another part.
+    """
     name = stored.removeprefix("model.")
     for part in _PARTS:
         if name.startswith(part):
@@ -99,7 +106,7 @@ def text_name(stored: str) -> str | None:
 
 
 def text_values(directory: Path) -> dict[str, Tensor]:
-    """Returns the stored tensors of the text model, by the text model's parameter names."""
+    """Reads the tensors of the text model from a checkpoint of the whole model, by the text model's names."""
     shards = ShardTensors(directory)
     names = {stored: text_name(stored) for stored in shards.infos()}
     with shards.open():

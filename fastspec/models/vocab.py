@@ -1,4 +1,4 @@
-"""Token ids that two models share: by the same number, or, with two tokenizers, by the bytes that a token writes."""
+"""Finds the tokens that target and draft share: by equal ids, or, if tokenizers differ, by the bytes of a token."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class SharedVocab:
     """Token ids that target and draft share.
 
     Attributes:
-        size: target ids below this may be drafted. With `target_ids` it is the target's vocabulary.
-        target_ids: int64 [draft's embedding rows] on the CPU, the target id of each draft id; -1 for an id that is
-            never drafted. None: draft ids are target ids.
-        shown: int64 [target's embedding rows] on the CPU, the draft id that stands for each target id in the draft's
-            input; with `target_ids` alone.
+        size: target ids below this may be drafted. With `target_ids` it is the size of the target's vocabulary.
+        target_ids: int64 [rows of the draft's embedding] on the CPU, the target id of each draft id; -1 for an id that
+            is never drafted. None: draft ids are target ids.
+        shown: int64 [rows of the target's embedding] on the CPU, the draft id that replaces each target id in the
+            draft's input. None if `target_ids` is None.
     """
 
     size: int
@@ -57,7 +57,7 @@ class SharedVocab:
 
     @property
     def count(self) -> int:
-        """Target ids that may be drafted."""
+        """Number of target ids that may be drafted."""
         return self.size if self.target_ids is None else int((self.target_ids >= 0).sum())
 
 
@@ -79,15 +79,15 @@ def shared_vocab(
         target_tokenizer, draft_tokenizer: their tokenizers, if already loaded. Default: those in the checkpoints.
 
     Returns:
-        With one tokenizer, `size` is the smaller embedding's rows, or the highest id that both tokenizers define, plus
-        one, if that is less. With two tokenizers, the maps between their ids.
+        If equal ids have equal texts, only `size`: the rows of the smaller embedding, or 1 + the highest id that both
+        tokenizers define, if that is less. Otherwise also the maps between the ids of the two tokenizers.
 
     Raises:
-        ValueError: the tokenizers share no token; or, without tokenizers, the embeddings differ by more than padding.
-            The message names drafts that fit where the table of pairs knows some.
+        ValueError: the tokenizers share no token. Or a tokenizer is missing, and padding does not explain the different
+            sizes of the embeddings. The message names drafts that fit, if the table of pairs has some.
     """
     if isinstance(draft, HeadCheckpoint):
-        return SharedVocab(target.spec.vocab_size)  # a head drafts the target's ids
+        return SharedVocab(target.spec.vocab_size)  # a learned head drafts ids of the target
     rows = min(target.spec.vocab_size, draft.spec.vocab_size)
     if _same_source(target, draft):
         return SharedVocab(rows)
@@ -127,7 +127,7 @@ def _matched(
     target_tokenizer: PreTrainedTokenizerBase,
     draft_tokenizer: PreTrainedTokenizerBase,
 ) -> SharedVocab:
-    """Matches the tokens of two tokenizers by their bytes, and special tokens by their text or as the end of a text."""
+    """Matches the tokens of two tokenizers by their bytes. Special tokens: see `_special_pairs`."""
     p_rows, q_rows = target.spec.vocab_size, draft.spec.vocab_size
     p_bytes = {token: text for token, text in token_bytes(target_tokenizer).items() if token < p_rows}
     q_bytes = {token: text for token, text in token_bytes(draft_tokenizer).items() if token < q_rows}
@@ -144,7 +144,14 @@ def _matched(
 
 
 def _by_bytes(texts: Mapping[int, bytes], tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
-    """Returns the token of each bytes. Of several the tokenizer's own choice is the one that is no byte token."""
+    """Maps the bytes of tokens to the id of the token.
+
+    Of several tokens with the same bytes it takes one that is not a byte token (`<0xE9>`), as the tokenizer does.
+
+    Args:
+        texts: bytes of each token id.
+        tokenizer: tokenizer of these tokens.
+    """
     names = dict(zip(texts, tokenizer.convert_ids_to_tokens(list(texts)), strict=True))
     found: dict[bytes, int] = {}
     for token in sorted(texts, key=lambda each: (BYTE_TOKEN.fullmatch(names[each]) is not None, each)):
@@ -154,14 +161,17 @@ def _by_bytes(texts: Mapping[int, bytes], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _last_token(text: bytes, ids: Mapping[bytes, int]) -> int:
-    """Returns the longest token that `text` ends with; 0 if there is none."""
+    """Returns the id of the longest token with which `text` ends. 0 if there is none. `ids`: bytes -> token id."""
     return next((ids[text[start:]] for start in range(len(text)) if text[start:] in ids), 0)
 
 
 def _special_pairs(
     target_tokenizer: PreTrainedTokenizerBase, draft_tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, int]]:
-    """Pairs (target id, draft id) of special tokens: those with one text, and else the ends of a text."""
+    """Returns pairs (target id, draft id) of special tokens that have the same text.
+
+    The two EOS tokens are also a pair, if neither of them is in another pair.
+    """
     p_special, q_special = special_tokens(target_tokenizer), special_tokens(draft_tokenizer)
     pairs = [(token, q_special[text]) for text, token in p_special.items() if text in q_special]
     p_end, q_end = target_tokenizer.eos_token_id, draft_tokenizer.eos_token_id
@@ -182,9 +192,9 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 
 
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
-    """Reads token ids from tokenizer.json if both checkpoints have the same file. Loading two tokenizers is slow.
+    """Reads all token ids from tokenizer.json if both checkpoints have the same tokenizer files.
 
-    Empty if the files differ, or are of another type.
+    This is faster than to load two tokenizers. Returns an empty list if the files differ, or have an unknown format.
     """
     first, second = target.directory, draft.directory
     if first is None or second is None or not all(_equal(first / name, second / name) for name in _FILES):
