@@ -23,7 +23,7 @@ ACCESS_LOGS: Final = ("text", "json", "off")
 REQUEST_ID: Final = "x-request-id"  # header of requests and of answers
 _ACCESS: Final = "fastspec.access"  # the logger of the access log
 _RECORD: Final = "fastspec.record"  # key in the scope of a request
-_PROBES: Final = ("/health", "/ping", "/metrics")  # paths that monitoring requests every few seconds
+_PROBES: Final = ("/health", "/ping", "/metrics")  # paths that monitoring tools request every few seconds
 _ID: Final = re.compile(r"[!-~]{1,128}")
 
 
@@ -54,7 +54,7 @@ class RequestRecord:
 
     @property
     def is_usual_probe(self) -> bool:
-        """True for a successful request to a path that monitoring requests every few seconds."""
+        """True for a successful request to a path that monitoring tools request every few seconds."""
         return 200 <= self.status < 300 and self.path.endswith(_PROBES)
 
     def facts(self) -> dict[str, str | int | float | None]:

@@ -53,7 +53,7 @@ class Traces:
         return cls(OTLPSpanExporter(endpoint))
 
     def __call__(self, record: RequestRecord) -> None:
-        """Makes the span of an ended request. Successful requests of monitoring get none."""
+        """Makes the span of an ended request. Successful requests of monitoring tools get none."""
         if record.is_usual_probe:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
