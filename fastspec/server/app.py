@@ -37,12 +37,12 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
 
     Args:
         service: answers the requests.
-        access: keys and origins; None: anyone may ask, and no browser page of another site.
+        access: rules of access. None: no key is needed, and browser pages of other sites may not read answers.
     """
     access = access or Access()
     app = FastAPI(title="fastspec", version=fastspec.__version__, docs_url=None, redoc_url=None, openapi_url=None)
     meters = service.meters
-    noted: set[str] = set()  # fields that were taken and logged
+    noted: set[str] = set()  # names of fields without effect that were logged
 
     def route(path: str, methods: str, answer: Route, *, open_to_all: bool = False) -> None:
         async def answered(request: Request) -> Response:
@@ -129,7 +129,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         return JSONResponse(refusal.body, refusal.status, headers=error.headers)
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        """Response to an internal error; uvicorn logs the traceback."""
+        """Returns the response to an internal error. uvicorn logs the traceback."""
         refusal = failed(error)
         meters.requests.labels(str(refusal.status)).inc()
         return JSONResponse(refusal.body, refusal.status)
@@ -179,7 +179,7 @@ def _refusing(error: Refusal) -> Response:
 
 
 def _described(service: Service, name: str) -> dict[str, Any]:
-    """The model by one of its names, with vLLM's fields."""
+    """Returns the entry of /v1/models for one name of the model, with vLLM's fields."""
     permission = {
         "id": f"modelperm-{uuid.uuid5(uuid.NAMESPACE_URL, name).hex}",
         "object": "model_permission",
@@ -216,19 +216,19 @@ async def _answer(service: Service, request: Request, kind: type[Body], noted: s
 
 
 async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
-    """Waits for all answers; cancels them if the client disconnects."""
+    """Returns the response with all answers, when they are complete. Raises Refusal if the client disconnects."""
     texts = await unless_gone(_texts(job), request)
     chosen = best_of(texts, envelope.drawn, envelope.num_answers)
     return JSONResponse(envelope.whole(chosen, job.usage()))
 
 
 def best_of(texts: list[tuple[Answer, str, str]], drawn: int, num_answers: int) -> list[tuple[Answer, str, str]]:
-    """Chooses the answers of each prompt with the largest mean log-probability of a token, and numbers them anew.
+    """Chooses for each prompt the answers with the largest mean log-probability per token, and renumbers them.
 
     Args:
-        texts: answers of the first prompt, then of the second, and so on.
+        texts: (answer, its text, its finish reason) of each answer, prompt by prompt.
         drawn: number of answers of each prompt.
-        num_answers: number of them to keep.
+        num_answers: number of answers to keep for each prompt.
     """
     if drawn == num_answers:
         return texts

@@ -1,4 +1,4 @@
-"""Bodies of HTTP: those of requests are read within limits, answers are sent as events, until a client disconnects."""
+"""HTTP bodies: reads those of requests within limits, and sends answers as events until the client disconnects."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ from fastspec.server.service import Service
 
 T = TypeVar("T")
 BodyT = TypeVar("BodyT", bound=BaseModel)
-_LONG: Final = 2**15  # bytes of a body that are parsed beside the event loop
+_LONG: Final = 2**15  # a body of so many bytes is parsed in another thread than the event loop's
 _LOGGER = logging.getLogger("fastspec.server")
 
 
 async def _data(request: Request, limit: int) -> bytes:
-    """Reads the body, up to a number of bytes."""
+    """Returns the body of a request. Raises Refusal if it has more than `limit` bytes, or another type than JSON."""
     kind = request.headers.get("content-type", "").split(";")[0].strip()
-    if kind.lower() != "application/json":  # a page in a browser cannot send this to another site without being asked
+    # browsers send JSON to another site only after a preflight request, so foreign pages cannot use this server
+    if kind.lower() != "application/json":
         raise Refusal(f"content-type must be application/json, got {kind!r}", status=415)
     parts, size = [], 0
     async for part in request.stream():
@@ -45,8 +46,13 @@ async def _data(request: Request, limit: int) -> bytes:
 async def read_body(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
     """Reads and checks the body of a request.
 
+    Args:
+        service: limits, and names of the model.
+        request: the request.
+        kind: class of the body.
+
     Raises:
-        Refusal: it does not come in time, is too long, or has a wrong field or model.
+        Refusal: the body does not arrive in time, is too long, or has a wrong field or model.
     """
     try:
         data = await asyncio.wait_for(_data(request, service.limits.body), service.limits.seconds)
@@ -54,7 +60,7 @@ async def read_body(service: Service, request: Request, kind: type[BodyT]) -> Bo
         raise Refusal("the body did not come in time; send it again", status=408) from None
     except ClientDisconnect:
         raise _client_gone() from None
-    # a long body takes a while to parse: other requests go on meanwhile
+    # a long body is parsed in a thread, so that other requests do not wait
     body: BodyT = read(kind, data) if len(data) < _LONG else await asyncio.to_thread(read, kind, data)
     name: str | None = getattr(body, "model", None)
     record_of(request.scope).model = name
@@ -64,12 +70,12 @@ async def read_body(service: Service, request: Request, kind: type[BodyT]) -> Bo
 
 
 def note_taken(given: list[str], rows: Mapping[str, RequestField], noted: set[str]) -> None:
-    """Logs fields that change no answer, each once.
+    """Logs fields that are accepted but change no answer, each name once.
 
     Args:
         given: names of such fields in a request.
-        rows: rows of the table by name.
-        noted: names that were logged; gets the new ones.
+        rows: rows of the table of all fields, by name.
+        noted: names that were logged before. The new ones are added to it.
     """
     for name in given:
         if name not in noted:
@@ -78,7 +84,7 @@ def note_taken(given: list[str], rows: Mapping[str, RequestField], noted: set[st
 
 
 async def unless_gone(result: Coroutine[Any, Any, T], request: Request) -> T:
-    """Waits for a result; raises Refusal if the client disconnects before."""
+    """Returns the result of a coroutine. Cancels it and raises Refusal if the client disconnects before."""
     task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -104,17 +110,17 @@ class EventStream(StreamingResponse):
     """Sends answers as server-sent events.
 
     Args:
-        events: their bytes.
-        ended: called when all are sent, or the client has disconnected.
+        events: bytes of each event.
+        ended: function that is called when all events are sent, or the client has disconnected.
     """
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None] = lambda: None) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter: nginx holds nothing back
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # the latter turns buffering off in nginx
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events."""
+        """Sends the events, then calls `ended`."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -122,10 +128,10 @@ class EventStream(StreamingResponse):
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    """An event of a stream."""
+    """Returns the bytes of a server-sent event with a JSON object."""
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def typed_event(content: Mapping[str, Any]) -> bytes:
-    """An event of /v1/responses, whose type is told by the stream, too."""
+    """Returns the bytes of an event of /v1/responses. It has a line with its type before the JSON object."""
     return f"event: {content['type']}\n".encode() + event(content)

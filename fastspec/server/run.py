@@ -179,13 +179,13 @@ class Server(uvicorn.Server):
         self._told()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shuts uvicorn down; cancels answers that take too long, or that no connection waits for."""
+        """Shuts uvicorn down. After `drain` seconds running answers are cancelled, and background ones at the end."""
         timer = asyncio.get_running_loop().call_later(self._drain, self._service.end)
         try:
             await super().shutdown(sockets)
         finally:
             timer.cancel()
-            self._service.end()  # of the background: nobody can ask for them any more
+            self._service.end()  # cancels answers in the background, which no client can fetch any more
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handles SIGINT and SIGTERM.

@@ -1,4 +1,4 @@
-"""Turns requests of the protocol into handles of one generator, within limits, and counts them."""
+"""Submits HTTP requests to one generator, within limits, and counts their answers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from fastspec.text.answers.parser import AnswerParser, AnswerRule
 from fastspec.text.chat_template import ChatTemplate, ConversationError, Message
 from fastspec.text.token_bytes import special_tokens
 
-COMPLETION_TOKENS = 16  # of /v1/completions where the request does not say, as OpenAI has it
-_PROMPT_END = 16  # tokens of a prompt that may open the reasoning
+COMPLETION_TOKENS = 16  # default of max_tokens in /v1/completions, as in OpenAI's API
+_PROMPT_END = 16  # number of last tokens of a prompt that are searched for the beginning of the reasoning
 # variables by which templates turn reasoning on; the first is not a field of a message, a text or a part of a name
 _SWITCHES = {
     "reasoning_effort": re.compile(r"\breasoning_effort\b"),
@@ -43,13 +43,13 @@ class Limits:
     """Limits of one request, and of all requests together.
 
     Attributes:
-        body: bytes of a request.
-        tokens: new tokens of an answer; None: all remaining context.
-        requests: open answers of all clients.
-        seconds: for all answers of a request.
+        body: bytes of a request's body.
+        tokens: new tokens of an answer. None: all remaining context.
+        requests: answers of all clients that run or wait.
+        seconds: time for all answers of a request.
 
     Raises:
-        ValueError: one of them is not above 0.
+        ValueError: a limit is not above 0.
     """
 
     body: int = 2**20
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Token counts of a request: of its prompts, of those that the prefix cache had, and of its answers."""
+    """Token counts of a request: of its prompts, of their part from the prefix cache, and of its answers and drafts."""
 
     prompt: int
     cached: int
@@ -77,17 +77,17 @@ class TokenCounts:
 
 
 class Job:
-    """Answers of one request, until `close`. Belongs to an event loop.
+    """Answers of one request, from their submission to `close`. Only one event loop may use it.
 
     Args:
         answers: submitted answers.
-        prompt_tokens: tokens of all prompts.
-        seconds: time limit.
-        meters: told of tokens and times.
-        release: called at the end.
+        prompt_tokens: number of tokens of all prompts.
+        seconds: time limit. All answers are cancelled after it.
+        meters: metrics that record tokens and times.
+        release: function that `close` calls.
 
     Attributes:
-        first_token: seconds from the start to the first token of an answer; None: there is none yet.
+        first_token: seconds from the start to the first token of an answer. None: there is none yet.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Job:
 
     @property
     def queue_seconds(self) -> float | None:
-        """Longest time in seconds that an answer waited for a row; None: no answer has one."""
+        """Longest time in seconds that an answer waited for a row of the batch. None: no answer has a row yet."""
         waits = [answer.waited for answer in self.answers if answer.waited is not None]
         return max(waits, default=None)
 
@@ -119,7 +119,7 @@ class Job:
             self._release()
 
     def stop(self, why: Refusal) -> None:
-        """Cancels all answers; their readers get the reason."""
+        """Cancels all answers. Whoever reads their pieces gets `why` as an error."""
         self._why = why
         self.cancel()
 
@@ -129,7 +129,7 @@ class Job:
             answer.handle.cancel()
 
     async def pieces(self, answer: Answer) -> AsyncIterator[Piece]:
-        """Pieces of one answer while they are decoded.
+        """Yields the pieces of one answer while they are decoded.
 
         Raises:
             Refusal: the answer was cancelled or failed.
@@ -139,7 +139,7 @@ class Job:
             async for piece in answer.pieces():
                 if piece.reason == "cancelled" and (self._why or self._closed):
                     raise self._why or Refusal("the request was stopped", status=499)
-                if piece.reason == "cancelled":  # by `abort`
+                if piece.reason == "cancelled":  # `FastSpecGenerator.abort` has ended it
                     piece = replace(piece, reason="abort")
                 now, count = time.perf_counter(), piece.stop - piece.start
                 if last is None:
@@ -154,7 +154,7 @@ class Job:
         self._meters.answer_ended(time.perf_counter() - self._start)
 
     async def merged(self) -> AsyncIterator[tuple[Answer, Piece]]:
-        """Pieces of all answers while they are decoded. A slow reader gets several at once and delays no answer."""
+        """Yields the pieces of all answers while they are decoded. A slow reader delays no answer: pieces then join."""
         queue: asyncio.Queue[tuple[Answer, Piece | Exception]] = asyncio.Queue(maxsize=len(self.answers))
 
         async def feed(answer: Answer) -> None:
@@ -178,7 +178,7 @@ class Job:
                 one.cancel()
 
     def counts(self) -> TokenCounts:
-        """Token counts of the request so far."""
+        """Returns the token counts of the request so far."""
         rows = [answer.request.stats() for answer in self.answers]
         return TokenCounts(
             self._prompt_tokens,
@@ -189,7 +189,7 @@ class Job:
         )
 
     def usage(self) -> dict[str, Any]:
-        """Token counts of the request so far, in OpenAI's shape. Accepted drafts are its accepted predictions."""
+        """Returns the token counts so far as OpenAI's `usage`. Accepted drafts are its accepted predictions."""
         counts = self.counts()
         reasoning = sum(answer.reasoning_tokens for answer in self.answers)
         return {
@@ -207,13 +207,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """How the answers of a request are read, and what they must follow.
+    """Prompts of a request, and how its answers are parsed and restricted.
 
     Attributes:
-        prompts: token ids.
-        formats: formats of a chat's answers; None: a completion, which is text alone.
-        rule: rule that an answer must follow.
-        opened: True if the prompt has opened the reasoning.
+        prompts: token ids of each prompt.
+        formats: formats of a chat's answers. None: a completion, whose answer is only text.
+        rule: restrictions of an answer.
+        opened: True if the prompt has begun the reasoning.
     """
 
     prompts: list[list[int]]
@@ -223,40 +223,41 @@ class RequestPlan:
 
     @property
     def field(self) -> str:
-        """Field of the request that sets what the answer must follow."""
+        """Name of the request's field that restricts the answer, for errors."""
         return "tools" if self.rule.tools else "response_format"
 
     def parser(self) -> AnswerParser | None:
-        """Makes the parser of one answer."""
+        """Makes a parser for one answer. None for a completion."""
         return None if self.formats is None else AnswerParser(self.formats, self.rule.tools, opened=self.opened)
 
     def new_call_id(self) -> str:
-        """Makes the id of a call."""
+        """Makes a new id for a tool call."""
         assert self.formats is not None, "no calls without formats"
         assert self.formats.tools is not None, "no calls without their format"
         return self.formats.tools.call_id()
 
 
 class Service:
-    """Serves one generator.
+    """Answers the requests of a server with one generator.
 
     Args:
-        generator: its tokenizer is needed.
+        generator: generator with a tokenizer.
         name: name of the model, in requests and answers.
         limits: limits of requests.
         aliases: other names that requests may use.
-        sanitize_control_tokens: encode control tokens in messages as plain text, whatever a request says.
-        tool_call_parser, reasoning_parser: names of formats, as `formats_of` takes them.
+        sanitize_control_tokens: True encodes control tokens in messages of all requests as plain text.
+        tool_call_parser, reasoning_parser: names of formats, see `formats_of`.
         response_store: number of responses to keep for later requests of /v1/responses.
 
     Attributes:
-        responses: those that are kept.
+        responses: store of the kept responses.
         names: names of the model in requests; the first is in answers, too.
         cut_off: number of requests that `end` cancelled.
-        meters, created: metrics of /metrics, and the time in seconds since the epoch.
+        meters: metrics of /metrics.
+        created: time of creation, in seconds since the epoch.
 
     Raises:
-        ValueError: the checkpoint brings no tokenizer, or a format is unknown.
+        ValueError: the checkpoint has no tokenizer, or a format is unknown.
     """
 
     def __init__(
@@ -295,7 +296,7 @@ class Service:
 
     @property
     def _with_row(self) -> int:
-        """Number of open answers that have a row."""
+        """Number of open answers that have a row of the batch."""
         return sum(answer.waited is not None for job in list(self._jobs) for answer in job.answers if answer.open)
 
     def _admit(self, count: int) -> None:
@@ -314,7 +315,7 @@ class Service:
         self.meters.running.set(self._running)
 
     def end(self) -> None:
-        """Cancels all answers, in the event loop, because the server ends."""
+        """Cancels all answers, because the server ends. Call it in the event loop. Later answers are cancelled, too."""
         self._ended = True
         for job in self._jobs:
             self._cut(job)
@@ -324,7 +325,7 @@ class Service:
         job.stop(going_down())
 
     def check_model(self, name: str) -> None:
-        """Raises Refusal if the request names another model."""
+        """Raises Refusal if `name` is not a name of the model."""
         if name not in self.names:
             raise Refusal(
                 f"the model {name!r} is not here; this server has {', '.join(map(repr, self.names))}",
@@ -334,21 +335,21 @@ class Service:
             )
 
     async def start(self, body: Body, api_key: str | None = None) -> Job:
-        """Submits the answers of a request.
+        """Submits all answers of a request to the generator.
 
         Raises:
-            Refusal: an unsupported field, or a limit.
+            Refusal: a field is not supported, or a limit is exceeded.
         """
         prompts = len(body.prompts) if isinstance(body, Completion) else 1
         count = body.drawn * prompts
-        if count > self.limits.requests:  # at no time would there be room
+        if count > self.limits.requests:  # waiting would not help
             raise Refusal(
                 f"{count} answers at once are asked for, and {self.limits.requests} may be; ask for fewer, or raise "
                 "--limit requests=",
                 "n" if body.n > 1 else "prompt",
             )
         self._admit(count)
-        try:  # a long text takes a while to tokenize: other requests go on meanwhile
+        try:  # prompts are tokenized in a thread, so that other requests do not wait
             answers, tokens = await asyncio.to_thread(self._submit, body, api_key)
         except BaseException:
             self._release(count)
@@ -360,12 +361,12 @@ class Service:
 
         job = Job(answers, tokens, self.limits.seconds, self.meters, release)
         self._jobs.add(job)
-        if self._ended:  # meanwhile
+        if self._ended:  # the server ended while the answers were submitted
             self._cut(job)
         return job
 
     def _submit(self, body: Body, api_key: str | None = None) -> tuple[list[Answer], int]:
-        """Submits a request. Returns its answers and the number of prompt tokens."""
+        """Submits all answers of a request. Returns them, and the number of tokens of all prompts."""
         plan = self._chat_plan(body) if isinstance(body, Chat) else RequestPlan(self._prompts(body))
         answers: list[Answer] = []
         drafts_from = _session_of(self.generator, api_key) | _predicted(self.generator, body.prediction)
@@ -400,7 +401,7 @@ class Service:
         return answers, sum(map(len, plan.prompts))
 
     def prompt_tokens(self, body: Chat) -> int:
-        """Number of tokens of a chat's prompt. Raises Refusal as `template_ids`."""
+        """Returns the number of tokens of a chat's prompt. Raises Refusal, see `template_ids`."""
         return len(self._chat_plan(body).prompts[0])
 
     def _formats_of(self, template: str) -> AnswerFormats:
@@ -434,10 +435,10 @@ class Service:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
     ) -> list[int]:
-        """Token ids of a conversation; the arguments are those of `ChatTemplate.ids`.
+        """Returns the token ids of a conversation. Args: see `ChatTemplate.ids`.
 
         Raises:
-            Refusal: there is no template, or it refuses the messages.
+            Refusal: there is no chat template, or it refuses the messages.
         """
         if not self.template.exists:
             raise Refusal(
@@ -458,7 +459,13 @@ class Service:
             raise Refusal(str(error), "messages") from error
 
     def _grammar(self, body: Body, plan: RequestPlan) -> dict[str, Any]:
-        """Options in place of `json_schema` for an answer that has a structure around its content."""
+        """Returns options that replace `json_schema` by a grammar, for an answer with reasoning or tool calls.
+
+        Empty if no grammar is needed.
+
+        Raises:
+            Refusal: there is no grammar for this request, or min_tokens is given.
+        """
         if plan.formats is None or not plan.rule.demands or not (plan.rule.tools or plan.formats.reasoning):
             return {}
         if body.min_tokens:
@@ -497,7 +504,7 @@ class Service:
             stops = None if self.generator.generation_config is None else self.generator.generation_config.eos_token_id
             own = stops if isinstance(stops, list) else [] if stops is None else [stops]
             options["eos_token_id"] = list(dict.fromkeys([*own, *body.stop_token_ids]))
-        if body.drawn > body.n:  # the best ones are chosen by them
+        if body.drawn > body.n:  # the best answers are chosen by log-probabilities
             options.setdefault("logprobs", True)
         field, asked = body.limit
         if asked is not None and asked > limit:
@@ -510,7 +517,7 @@ class Service:
 
 
 def _variables(body: Chat, template: str) -> dict[str, Any]:
-    """Variables of the template that the fields of a chat set."""
+    """Returns the variables of the chat template that fields of a chat set. Raises Refusal if it reads none of them."""
     variables: dict[str, Any] = {}
     effort = body.reasoning_effort
     if effort is not None:
@@ -525,9 +532,9 @@ def _variables(body: Chat, template: str) -> dict[str, Any]:
 
 
 def _session_of(generator: FastSpecGenerator, api_key: str | None) -> dict[str, str]:
-    """Returns the keyword `session` for requests with this API key.
+    """Returns the keyword argument `session` of `submit` for requests with this API key.
 
-    Empty if the generator keeps no answers by session, or if there is no key: strangers share no answers.
+    Empty if the generator does not draft from earlier answers of a session, or if there is no key.
     """
     if api_key is None or generator.remembers != "session":
         return {}
@@ -535,9 +542,10 @@ def _session_of(generator: FastSpecGenerator, api_key: str | None) -> dict[str, 
 
 
 def _predicted(generator: FastSpecGenerator, prediction: Prediction | None) -> dict[str, str]:
-    """Returns the keyword `predictions`; empty if there is no text, or if the generator has no room for one.
+    """Returns the keyword argument `predictions` of `submit`.
 
-    A prediction changes no answer, so a server without room for it takes it, too.
+    Empty if there is no text, or if the generator has no room for one. A prediction changes no answer, so a server
+    without room for it ignores it.
     """
     if prediction is None or not prediction.text or not generator.prediction_tokens:
         return {}

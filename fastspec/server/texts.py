@@ -1,4 +1,4 @@
-"""Text of an answer without stop strings, and its log-probabilities."""
+"""Text of an answer up to a stop string, and the log-probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastspec.text.answers.reader import overlap
 from fastspec.text.decoding import decoder_of
 from fastspec.text.text_stream import TextStream, bytes_of
 
-BROKEN = "\ufffd"  # what a decoder writes for a part of a character
+BROKEN = "\ufffd"  # a decoder writes this for a part of a character
 
 
 class Visible:
@@ -25,10 +25,10 @@ class Visible:
     division of tokens into calls.
 
     Args:
-        tokenizer: the target's.
-        prompt: ids before the answer.
-        stops: texts that end it.
-        skip_special_tokens: leave special tokens out of the text, as in `decode`.
+        tokenizer: the target's tokenizer.
+        prompt: token ids before the answer.
+        stops: stop strings. The text ends before the first of them.
+        skip_special_tokens: True leaves special tokens out of the text, see `decode` of transformers.
         marks: id -> text of special tokens that stay in the text.
     """
 
@@ -46,14 +46,14 @@ class Visible:
         self._kept = {} if marks is None or not skip_special_tokens else marks
 
     def push(self, tokens: list[int]) -> str:
-        """Takes new tokens. Returns the text that is final."""
+        """Receives new tokens. Returns the text that is final now; may be empty."""
         if not self._kept.keys() & set(tokens):
             return self._release(self._stream.push(tokens), last=False)
         pieces = [self._kept[token] if token in self._kept else self._stream.push([token]) for token in tokens]
         return self._release("".join(pieces), last=False)
 
     def finish(self) -> str:
-        """The rest of the text."""
+        """Returns the rest of the text, because no more tokens follow."""
         return self._release(self._stream.finish(), last=True)
 
     def _release(self, piece: str, *, last: bool) -> str:
@@ -71,13 +71,13 @@ class Visible:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Result of one or more steps.
+    """New part of an answer, from one or more steps.
 
     Attributes:
-        text: may be empty.
-        start, stop: the new tokens, among all of the answer.
-        reason: "stop", "length", "tool_calls" or "abort" at the end; None before.
-        events: parts of the structure of a chat's answer.
+        text: new text; may be empty.
+        start, stop: range of the new tokens in the answer.
+        reason: finish reason in the last piece: "stop", "length", "tool_calls" or "abort". None in other pieces.
+        events: new events of a chat's answer.
     """
 
     text: str
@@ -91,18 +91,18 @@ class Answer:
     """One answer while it is decoded.
 
     Args:
-        index: among those of its request.
-        handle: its tokens.
-        tokenizer: the target's.
-        stops: texts that end it.
-        skip_special_tokens: leave special tokens out of the text.
-        parser: finds reasoning and calls in a chat's answer.
-        marks: id -> text of special tokens that the parser reads.
-        new_call_id: makes the ids of calls.
+        index: number of the answer in its request, from 0.
+        handle: handle of the answer's tokens.
+        tokenizer: the target's tokenizer.
+        stops: stop strings. The text ends before the first of them.
+        skip_special_tokens: True leaves special tokens out of the text.
+        parser: parser for the reasoning and the calls of a chat's answer. None: a completion.
+        marks: id -> text of special tokens that the parser needs.
+        new_call_id: makes the id of each call.
 
     Attributes:
-        whole: all parts of a chat's answer so far.
-        call_ids: one for each call.
+        whole: the parsed answer of a chat so far.
+        call_ids: id of each call.
         reasoning_tokens: number of tokens of the reasoning, with those that mark its beginning and end.
     """
 
@@ -128,23 +128,23 @@ class Answer:
 
     @property
     def mean_logprob(self) -> float:
-        """Mean log-probability of the new tokens; 0 if there are none."""
+        """Mean log-probability of the new tokens. 0 if there are none."""
         values = self.request.logprobs
         return sum(values) / len(values) if values else 0.0
 
     @property
     def open(self) -> bool:
-        """True if more tokens may come."""
+        """True until the answer has ended."""
         return not self.handle.done
 
     @property
     def waited(self) -> float | None:
-        """Seconds from `submit` to the row of this answer; None: it has none yet."""
+        """Seconds from `submit` until this answer got a row of the batch. None: it has none yet."""
         admitted = self.request.admitted
         return None if admitted is None else max(0.0, admitted - self.handle.delivery.started)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Pieces of text while they are decoded. The last piece has the finish reason.
+        """Yields pieces of the answer while they are decoded. The last piece has the finish reason.
 
         Raises:
             InvalidLogits, RuntimeError: see `Handle.result`.
@@ -159,7 +159,7 @@ class Answer:
         shown, stop_ids = 0, self.handle.call.options.stop_ids
         async for start, shown in self.handle.pieces_in_loop():
             new = self.request.new_tokens[start:shown]
-            # the id that ends a text is no part of it, whether its tokenizer calls it special or not
+            # a stop id is not part of the text, even if it is not a special token
             text = self._read(visible, new[:-1] if new[-1] in stop_ids else new)
             yield Piece(text, start, shown, events=self._events())
         text = visible.finish()
@@ -170,11 +170,11 @@ class Answer:
         yield Piece(text, shown, shown, "tool_calls" if reason == "stop" and self.call_ids else reason, events)
 
     def _read(self, visible: Visible, tokens: list[int]) -> str:
-        """Takes new tokens. Returns the text that is final."""
+        """Receives new tokens. Returns the text that is final now, and passes it to the parser."""
         if self._parser is None:
             return visible.push(tokens)
         pieces = []
-        # one by one while there may be reasoning, whose tokens are counted
+        # token by token if answers may have reasoning, whose tokens are counted
         for part in ([token] for token in tokens) if self._parser.reads_reasoning else [tokens]:
             before = self._parser.in_reasoning
             pieces.append(visible.push(part))
@@ -189,7 +189,7 @@ class Answer:
         return tuple(events)
 
     def message(self) -> dict[str, Any]:
-        """The answer of a chat as a message."""
+        """Returns a chat's answer as OpenAI's message."""
         whole = self.whole
         content = whole.content if whole.content or not whole.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -203,7 +203,7 @@ class Answer:
         return message
 
     def delta(self, event: Event) -> dict[str, Any]:
-        """An event as the delta of a streamed message."""
+        """Returns an event as the delta of OpenAI's streamed message."""
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, CallBegins):
@@ -214,7 +214,10 @@ class Answer:
         return {"reasoning_content": event.text, "reasoning": event.text}
 
     def chat_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Log-probabilities of tokens in the shape of /v1/chat/completions; None if they were not requested."""
+        """Returns the log-probabilities of tokens `start` to `stop` as in /v1/chat/completions.
+
+        None if they were not requested.
+        """
         if self.handle.call.options.top_logprobs is None:
             return None
         content = []
@@ -225,7 +228,10 @@ class Answer:
         return {"content": content, "refusal": None}
 
     def text_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Log-probabilities of tokens in the shape of /v1/completions; None if they were not requested."""
+        """Returns the log-probabilities of tokens `start` to `stop` as in /v1/completions.
+
+        None if they were not requested.
+        """
         if self.handle.call.options.top_logprobs is None:
             return None
         chosen, values = self.request.new_tokens[start:stop], self.request.logprobs[start:stop]
@@ -241,14 +247,14 @@ class Answer:
         }
 
     def prompt_text(self) -> str:
-        """The text of the prompt's tokens."""
+        """Returns the text of the prompt's tokens."""
         stream = TextStream(self._tokenizer, skip_special_tokens=self._skip)
         return stream.push(self.request.prompt) + stream.finish()
 
     def echoed_logprobs(self) -> dict[str, Any] | None:
-        """Log-probabilities of the prompt's tokens in the shape of `text_logprobs`; None if they were not requested.
+        """Returns the log-probabilities of the prompt's tokens in the form of `text_logprobs`.
 
-        The first token has none.
+        None if they were not requested. The first token of a prompt has no log-probability.
         """
         scores, top = self.request.scores, self.handle.call.options.top_logprobs
         if scores is None or top is None:
@@ -271,9 +277,9 @@ class Answer:
         }
 
     def prompt_logprobs(self, top: int) -> list[dict[str, Any] | None]:
-        """Log-probabilities of the prompt's tokens by id, in vLLM's shape: the token and the `top` most probable.
+        """Returns the log-probabilities of the prompt's tokens in vLLM's form: by id, with the `top` most probable ids.
 
-        The first token has none. The rank of a token that is not among these is null.
+        The first token has none. The rank of a token is None if it is not one of the recorded most probable tokens.
         """
         scores = self.request.scores
         assert scores is not None, "the request asks for them"
@@ -290,7 +296,7 @@ class Answer:
         return places
 
     def _offsets_of(self, start: int, stop: int) -> list[int]:
-        """Number of characters before each token; tokens that share a character have the same number."""
+        """Returns the number of characters before each token. Tokens that share a character have the same number."""
         for token in self.request.new_tokens[len(self._offsets) - 1 : stop]:
             self._offsets.append(self._offsets[-1] + len(self._placed.push([token])))
         return self._offsets[start:stop]
@@ -301,7 +307,7 @@ class Answer:
         return {"token": name, "logprob": logprob, "bytes": None if made is None else list(made)}
 
     def _by_text(self, values: dict[int, float]) -> dict[str, float]:
-        """Log-probabilities by the text of each token. Of two tokens with the same text, the second goes by its id."""
+        """Returns log-probabilities by the text of their tokens. If a text is taken, the key is `token_id:ID`."""
         named: dict[str, float] = {}
         for token, value in values.items():
             name = self._key(token)
@@ -309,12 +315,12 @@ class Answer:
         return named
 
     def _key(self, token: int) -> str:
-        """The text of a token; of one that is a part of a character, its bytes in OpenAI's notation."""
+        """Returns the text of a token, or its bytes in OpenAI's notation if it is only a part of a character."""
         name = self._name(token)
         made = bytes_of(self._tokenizer, token) if BROKEN in name else None
         return name if made is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in made)
 
     def _name(self, token: int) -> str:
-        """Text of a token after other tokens: some decoders drop the space at the beginning of a text."""
+        """Returns the text of a token after other tokens, because some decoders drop a space at the beginning."""
         one, two = self._decoded([token], False), self._decoded([token] * 2, False)
         return two[len(one) :] if two.startswith(one) else one

@@ -1,4 +1,4 @@
-"""Decoding of token ids without the cost of transformers' wrapper, which is larger than that of the text itself."""
+"""Decodes token ids without transformers' wrapper, which costs more time than the decoding itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Decoder: TypeAlias = Callable[[list[int], bool], str]
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decoder:
     """Returns `decode` of a tokenizer as a function of ids and `skip_special_tokens`.
 
-    Spaces are not "cleaned up". A class that decodes in its own way keeps it.
+    Spaces are not "cleaned up". If the tokenizer's class has its own `decode`, that one is used.
     """
     kind = type(tokenizer)
     same = kind.decode is PreTrainedTokenizerBase.decode

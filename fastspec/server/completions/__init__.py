@@ -1,1 +1,1 @@
-"""/v1/completions and /v1/chat/completions: the shapes of their answers."""
+"""Bodies and events of the answers of /v1/completions and /v1/chat/completions."""

@@ -1,4 +1,4 @@
-"""Completions that repeat their prompt, or tell its log-probabilities."""
+"""Completions that repeat their prompt (`echo`), or report the log-probabilities of its tokens."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class Echo:
-    """Adds the prompt to the choices of a completion. Other bodies stay as they are.
+    """Adds the prompt to the choices of a completion, if the request asks for it. Changes no answer of a chat.
 
     Args:
-        body: the body of the request.
+        body: body of the request.
     """
 
     def __init__(self, body: Body) -> None:
@@ -22,11 +22,11 @@ class Echo:
 
     @property
     def silent(self) -> bool:
-        """True if no new token is to be told: max_tokens is 0."""
+        """True if the answer has no new tokens, because max_tokens is 0."""
         return self._body is not None and self._body.max_tokens == 0
 
     def begin(self, answer: Answer) -> dict[str, Any] | None:
-        """Text and log-probabilities of an answer's prompt, in the shape of a choice; None without `echo`."""
+        """Returns text and log-probabilities of an answer's prompt as fields of a choice. None without `echo`."""
         if self._body is None or not self._body.echo:
             return None
         given = self._body.prompts[answer.index // self._body.n]
@@ -34,7 +34,7 @@ class Echo:
         return {"text": text, "logprobs": answer.echoed_logprobs()}
 
     def added(self, answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:
-        """A whole choice with its prompt before it."""
+        """Returns the choice of a whole answer with the prompt before its text, if the request asks for it."""
         if self._body is None:
             return choice
         if self.silent:
@@ -50,11 +50,11 @@ class Echo:
         return choice
 
     def shifted(self, logprobs: dict[str, Any], characters: int) -> dict[str, Any]:
-        """Log-probabilities of a text that begins at `characters` of the whole text."""
+        """Returns the `logprobs` of a choice with `characters` added to each text offset."""
         return {**logprobs, "text_offset": [characters + at for at in logprobs["text_offset"]]}
 
     def usage(self, counted: dict[str, Any]) -> dict[str, Any]:
-        """Token counts of the request: none is new where none is told."""
+        """Returns the token counts of the request. Without new tokens in the answer they count 0."""
         if not self.silent:
             return counted
         return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}

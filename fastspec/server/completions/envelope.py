@@ -17,8 +17,8 @@ class Envelope:
     """Builds the bodies around the answers of one request.
 
     Args:
-        body: the body of the request.
-        service: its name and time are in each body.
+        body: body of the request.
+        service: service whose model name and start time are in each body.
     """
 
     def __init__(self, body: Body, service: Service) -> None:
@@ -31,7 +31,7 @@ class Envelope:
         self._sent: dict[int, int] = {}  # number of token ids that were sent, by answer
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
-        self._begun: set[int] = set()  # answers of which something was sent
+        self._begun: set[int] = set()  # indices of the answers of which a part was sent
         self._echo, self._prompt_logprobs = Echo(body), body.prompt_logprobs
 
     def _whole(self, kind: str, choices: list[dict[str, Any]], usage: dict[str, Any] | None) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Envelope:
         return shared if usage is None else shared | {"usage": usage}
 
     def whole(self, texts: list[tuple[Answer, str, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Body with all answers: each has its text and its finish reason."""
+        """Returns the body with all answers. `texts`: (answer, its text, its finish reason) of each."""
         choices: list[dict[str, Any]] = []
         for answer, text, reason in texts:
             count = len(answer.request.new_tokens)
@@ -58,7 +58,7 @@ class Envelope:
         return whole | self._prompt_ids(texts[0][0]) | self._prompt_scores(texts[0][0])
 
     def _ids(self, answer: Answer, stop: int) -> dict[str, Any]:
-        """Token ids of an answer that were not sent yet, where the request wants them."""
+        """Returns the token ids of an answer that were not sent yet, up to `stop`, if the request wants ids."""
         if not self._with_ids:
             return {}
         start = self._sent.get(answer.index)
@@ -67,23 +67,23 @@ class Envelope:
         return {"token_ids": answer.request.new_tokens[start or 0 : stop], **prompt}
 
     def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
-        """Token ids of the messages of a chat, where the request wants them."""
+        """Returns the token ids of a chat's prompt, if the request wants ids."""
         return {"prompt_token_ids": answer.request.prompt} if self.chat and self._with_ids else {}
 
     def _prompt_scores(self, answer: Answer) -> dict[str, Any]:
-        """Log-probabilities of the tokens of a chat's messages, where the request wants them."""
+        """Returns the log-probabilities of the tokens of a chat's prompt, if the request wants them."""
         wanted = self._prompt_logprobs if self.chat else None
         return {} if wanted is None else {"prompt_logprobs": answer.prompt_logprobs(wanted)}
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Events of a piece: its text or its parts, then the finish reason."""
+        """Returns the events of a piece of an answer: its text or its deltas, then the finish reason."""
         shared: dict[str, Any] = {"index": answer.index, "finish_reason": None}
         choices = [{**shared, **one} for one in (self._deltas if self.chat else self._texts)(answer, piece)]
         if piece.reason is not None:
             end: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
             choices.append({**shared, **end, "logprobs": None, "finish_reason": piece.reason})
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        told: dict[str, Any] = {"usage": None} if self.with_usage else {}  # what is to come at the end
+        told: dict[str, Any] = {"usage": None} if self.with_usage else {}  # the last event has the usage
         if not self._sent:
             told |= self._prompt_ids(answer)
         if choices:
@@ -91,7 +91,7 @@ class Envelope:
         return [self._whole(kind, [one], None) | told for one in choices]
 
     def _texts(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Texts of a completion: before its first piece the prompt, with `echo`."""
+        """Returns the choices of a piece of a completion. With `echo` the prompt comes before the first piece."""
         first = answer.index not in self._begun
         if not piece.text and piece.start == piece.stop and not first:
             return []
@@ -103,7 +103,10 @@ class Envelope:
         return texts
 
     def _deltas(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Deltas of a chat, one for each part; the first has the log-probabilities of all tokens of the piece."""
+        """Returns the choices of a piece of a chat's answer, one for each of its events.
+
+        The first one has the log-probabilities of all tokens of the piece.
+        """
         logprobs = answer.chat_logprobs(piece.start, piece.stop) if piece.start < piece.stop else None
         deltas = [answer.delta(event) for event in piece.events]
         first = answer.index not in self._begun
@@ -115,5 +118,5 @@ class Envelope:
         return [{"delta": delta, "logprobs": None if at else logprobs} for at, delta in enumerate(deltas)]
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """Last event of a stream, with usage if it was requested."""
+        """Returns the last event of a stream, with the token counts."""
         return self._whole("chat.completion.chunk" if self.chat else "text_completion", [], self._echo.usage(usage))
