@@ -1,1 +1,1 @@
-"""The path /v1/responses: its requests become chats, and answers of chats its items and events."""
+"""The path /v1/responses: turns its requests into chats, and the answers of chats into its items and events."""

@@ -20,13 +20,13 @@ _PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}  # typ
 
 
 class OutputItem:
-    """An item of the output while it is written.
+    """An item of a response's output, while its text arrives.
 
     Args:
-        index: place in the output.
+        index: index of the item in the output.
         kind: "message", "reasoning" or "function_call".
-        facts: further keys of the item.
-        encodes: True if a reasoning item has an `encrypted_content` at its end.
+        facts: further keys of the item, with their values.
+        encodes: True if a complete reasoning item has an `encrypted_content`.
 
     Attributes:
         text: text of the item so far; for a call its arguments.
@@ -39,7 +39,7 @@ class OutputItem:
         self.text, self.logprobs = "", list[Sent]()
 
     def item(self, status: str) -> Item:
-        """The item with its text so far."""
+        """Returns the item as JSON. It has its text if `status` is not "in_progress"; a call always has it."""
         shown: Item = {"id": self.id, "type": self.kind, "status": status, **self._facts}
         if self.kind == "function_call":
             return shown | {"arguments": self.text}
@@ -53,7 +53,7 @@ class OutputItem:
         return part | ({"annotations": [], "logprobs": list(logprobs)} if self.kind == "message" else {})
 
     def begin(self) -> list[Sent]:
-        """Events of its beginning."""
+        """Returns the events of the item's beginning."""
         events: list[Sent] = [{"type": "response.output_item.added", "output_index": self.index}]
         events[0]["item"] = self.item("in_progress")
         if self.kind in _PARTS:
@@ -61,14 +61,14 @@ class OutputItem:
         return events
 
     def add(self, text: str, logprobs: Sequence[Sent]) -> Sent:
-        """Event of a piece of its text."""
+        """Adds a piece of text with its log-probabilities. Returns the event of the piece."""
         self.text += text
         self.logprobs += logprobs
         told = {"logprobs": list(logprobs)} if self.kind == "message" else {}
         return self._event(f"{self._name}.delta", delta=text, **told)
 
     def end(self, status: str) -> list[Sent]:
-        """Events of its end."""
+        """Returns the events of the item's end. `status`: final status of the item."""
         whole: Sent = {"arguments" if self.kind == "function_call" else "text": self.text}
         events = [self._event(f"{self._name}.done", **whole)]
         if self.kind == "message":
@@ -81,7 +81,7 @@ class OutputItem:
 
     @property
     def _name(self) -> str:
-        """Name of the events of its text."""
+        """Type of the events with the item's text, without their last part, such as ".delta"."""
         part = "function_call_arguments" if self.kind == "function_call" else _PARTS[self.kind]
         return f"response.{part}"
 
@@ -94,7 +94,7 @@ class ResponseBuilder:
     """Builds the events of one response. The last one has the whole response.
 
     Args:
-        body: the body of the request.
+        body: body of the request.
         model: name of the model.
         stored: True if the response is kept for later requests.
     """
@@ -126,20 +126,20 @@ class ResponseBuilder:
 
     @property
     def ended(self) -> bool:
-        """True if no event comes any more."""
+        """True if the last event has been built."""
         return self.response["status"] not in ("queued", "in_progress")
 
     def begin(self) -> list[Sent]:
-        """Events before the answer."""
+        """Returns the events before the answer."""
         status = self.response["status"]
         return self._numbered([self._state("response.created"), self._state(f"response.{status}")])
 
     def piece(self, answer: Answer, piece: Piece) -> list[Sent]:
-        """Events of a piece of the answer."""
+        """Returns the events of a piece of the answer."""
         return self._starts() + self._piece(answer, piece)
 
     def _starts(self) -> list[Sent]:
-        """Events of the first piece of a response that was queued."""
+        """Returns the event that a queued response is in progress, at its first piece. Empty at later ones."""
         if self.response["status"] != "queued":
             return []
         self.response["status"] = "in_progress"
@@ -151,16 +151,16 @@ class ResponseBuilder:
         return self._numbered([sent for event in piece.events for sent in self._of(answer, event)])
 
     def end(self, reason: str, usage: Mapping[str, Any]) -> list[Sent]:
-        """Events after the answer.
+        """Returns the events after the answer.
 
         Args:
-            reason: finish reason of the answer; "abort" if a trainer has ended it.
-            usage: token counts in the shape of a chat.
+            reason: finish reason of the answer. "abort": a trainer has ended it.
+            usage: token counts as OpenAI's `usage` of a chat.
         """
         status = "incomplete" if reason in ("length", "abort") else "completed"
         events = list(self._close(status))
         if status == "completed" and not any(item["type"] in ("message", "function_call") for item in self._output):
-            events += [*self._begin("message", {"role": "assistant"}), *self._close(status)]  # of a text that is empty
+            events += [*self._begin("message", {"role": "assistant"}), *self._close(status)]  # a message without text
         self.response |= {"status": status, "usage": _usage(usage)}
         if status == "incomplete":
             self.response["incomplete_details"] = {"reason": "max_output_tokens" if reason == "length" else None}
@@ -169,13 +169,13 @@ class ResponseBuilder:
         return self._numbered([*events, self._state(f"response.{status}")])
 
     def failed(self, error: Refusal) -> list[Sent]:
-        """Events of an answer that was stopped."""
+        """Returns the events of the end of a response that an error has stopped."""
         events = list(self._close("incomplete"))
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._numbered([*events, self._state("response.failed")])
 
     def cancelled(self) -> list[Sent]:
-        """Events of an answer that its client has cancelled."""
+        """Returns the events of the end of a response that its client has cancelled."""
         events = list(self._close("incomplete"))
         self.response["status"] = "cancelled"
         return self._numbered([*events, self._state("response.cancelled")])
@@ -198,9 +198,9 @@ class ResponseBuilder:
         yield self._open.add(event.text, self._taken(self._open, event.text) if isinstance(event, Content) else [])
 
     def _taken(self, message: OutputItem, text: str) -> list[Sent]:
-        """Takes the log-probabilities of the tokens that the next text of a message came from.
+        """Removes and returns the pending log-probabilities of the tokens that make up the next text of a message.
 
-        Tokens before the text (marks, blanks) are dropped; tokens behind it wait.
+        Tokens before the text (marks, blanks) are dropped. Tokens after it stay pending.
         """
         if not message.text:
             while self._pending and not _begins(self._pending[0]["token"], text):
@@ -217,7 +217,7 @@ class ResponseBuilder:
         return self._open.begin()
 
     def _close(self, status: str) -> Iterator[Sent]:
-        """Ends the open item."""
+        """Ends the open item, if there is one, and yields the events of its end."""
         if self._open is not None:
             item, self._open = self._open, None
             if item.kind != "reasoning":  # its tokens have been left out
@@ -234,7 +234,7 @@ class ResponseBuilder:
 
 
 def _logprobs(answer: Answer, piece: Piece) -> list[Sent]:
-    """Log-probabilities of the tokens of a piece that come after the reasoning, without an id that ends the answer."""
+    """Returns the log-probabilities of a piece's tokens after the reasoning, without a stop id."""
     start, stop = max(piece.start, answer.reasoning_tokens), piece.stop
     if stop and answer.request.new_tokens[stop - 1] in answer.handle.call.options.stop_ids:
         stop -= 1
@@ -243,23 +243,23 @@ def _logprobs(answer: Answer, piece: Piece) -> list[Sent]:
 
 
 def _begins(token: str, text: str) -> bool:
-    """True if a text may begin with a token."""
+    """True if `text` may begin with the text of a token, `token`."""
     return text.startswith(token) or token.startswith(text) or BROKEN in token
 
 
 def _size(entry: Mapping[str, Any]) -> int:
-    """Number of bytes of a token."""
+    """Returns the number of bytes of an entry's token."""
     return len(entry["bytes"] or entry["token"].encode())
 
 
 def _with_bytes(entry: Mapping[str, Any]) -> Sent:
-    """An entry whose bytes are a list, as this path has them."""
+    """Returns a chat's entry of log-probabilities with lists as `bytes`, also where they are None."""
     tops = [{**top, "bytes": top["bytes"] or []} for top in entry["top_logprobs"]]
     return {**entry, "bytes": entry["bytes"] or [], "top_logprobs": tops}
 
 
 def _usage(usage: Mapping[str, Any]) -> Sent:
-    """Token counts in the shape of this path. Nothing is counted as written to the cache: it is not charged for."""
+    """Converts a chat's token counts to those of a response. `cache_write_tokens` is 0: writing is not charged for."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},

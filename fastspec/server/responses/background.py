@@ -1,4 +1,4 @@
-"""Responses that are made beside their requests."""
+"""Responses that are made in the background, while no request waits for them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class BackgroundRun:
-    """Makes one response and keeps its events for any number of readers. Belongs to an event loop.
+    """Makes one response, and keeps its events for any number of readers. Only one event loop may use it.
 
     Args:
-        events: all events of the response; raises Refusal where it fails.
-        built: builds them.
-        job: its answers are cancelled by `cancel`.
-        ended: called at the end.
+        events: yields all events of the response. Raises Refusal if the response fails.
+        built: builder of these events.
+        job: answers of the response, which `cancel` cancels.
+        ended: function that is called after the last event.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class BackgroundRun:
         return not self._task.done()
 
     def cancel(self) -> None:
-        """Cancels the response; one that has ended stays as it is."""
+        """Cancels the response. Does nothing if it has ended."""
         if self.open:
             self._cancelled = True
             self._job.stop(Refusal("the response was cancelled", status=499))
@@ -51,7 +51,7 @@ class BackgroundRun:
         await asyncio.shield(self._task)
 
     async def after(self, number: int) -> AsyncIterator[Sent]:
-        """Events with a larger `sequence_number`, while they are made."""
+        """Yields the events with a larger `sequence_number` than `number`, while they are made."""
         at = number + 1
         while True:
             more, open = self._more, self.open
@@ -70,7 +70,7 @@ class BackgroundRun:
             for event in self._built.cancelled() if self._cancelled else self._built.failed(error):
                 self._add(event)
         finally:
-            if not self._built.ended:  # by an error of this server, or because its loop ends
+            if not self._built.ended:  # an error of this server, or the end of the event loop, has stopped it
                 for event in self._built.failed(Refusal("the server made an error; ask again", status=500)):
                     self._add(event)
             self._job.close()

@@ -31,7 +31,7 @@ Metadata: TypeAlias = Annotated[
 
 
 class FlatFunction(Function):
-    """A function that the model may call, in the flat form of this path."""
+    """A function that the model may call, in the flat form of /v1/responses: `function` is not nested."""
 
     type: Literal["function"]
     allowed_callers: list[Literal["direct"]] | None = None
@@ -39,13 +39,13 @@ class FlatFunction(Function):
 
     @property
     def tool(self) -> dict[str, Any]:
-        """The same in the form of a chat."""
+        """This function as an entry of a chat's `tools`."""
         kept = self.model_dump(exclude_none=True, exclude={"type", "allowed_callers", "defer_loading"})
         return {"type": "function", "function": kept}
 
 
 class FunctionChoice(BaseModel):
-    """A choice of the one function that must be called."""
+    """A tool_choice that names the one function that must be called."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -54,12 +54,12 @@ class FunctionChoice(BaseModel):
 
     @property
     def choice(self) -> dict[str, Any]:
-        """The same in the form of a chat."""
+        """This choice as a chat's `tool_choice`."""
         return {"type": "function", "function": {"name": self.name}}
 
 
 class AllowedTools(BaseModel):
-    """A choice among some of the tools."""
+    """A tool_choice that lists the functions that may be called."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -69,12 +69,12 @@ class AllowedTools(BaseModel):
 
     @property
     def choice(self) -> dict[str, Any]:
-        """The same in the form of a chat."""
+        """This choice as a chat's `tool_choice`."""
         return {"type": self.type, self.type: {"mode": self.mode, "tools": [tool.choice for tool in self.tools]}}
 
 
 class TextFormat(BaseModel):
-    """The format of the text."""
+    """The field text.format: the format that the answer must have."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -86,7 +86,7 @@ class TextFormat(BaseModel):
 
     @property
     def response_format(self) -> dict[str, Any]:
-        """The same in the form of a chat."""
+        """This format as a chat's `response_format`."""
         if (self.type == "json_schema") != (self.content is not None and self.name is not None):
             raise Refusal("text.format of type json_schema, and no other, has a name and a schema", "text")
         if self.content is None:
@@ -95,7 +95,7 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """Options of the text."""
+    """The field text: options of the answer's text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -104,7 +104,7 @@ class TextOptions(BaseModel):
 
 
 class ReasoningOptions(BaseModel):
-    """Options of the reasoning. No summaries are written, so these change nothing."""
+    """The field reasoning. Only `effort` has an effect: no summaries are written."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -133,25 +133,25 @@ class ObfuscationOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """A chat, and the builder of its messages.
+    """The chat that a request of /v1/responses asks for.
 
     Attributes:
-        chat: the body.
-        built: names the items of errors about messages.
+        chat: body of the chat.
+        built: builder of its messages, which knows of which items they were made.
     """
 
     chat: Chat
     built: MessageBuilder
 
     def renamed(self, error: Refusal) -> Refusal:
-        """A refusal of the chat, with the names of the fields of a response."""
+        """Returns a refusal of the chat with the names of the request's own items and fields."""
         told = self.built.renamed(error.message)
         told = _RENAMED.sub(lambda found: _SHOWN_NAMES.get(found[0], _NAMES[found[0]]), told)
         return error.renamed(told, None if error.field is None else _NAMES.get(error.field, error.field))
 
 
 def _as_in_chat() -> dict[str, Any]:
-    """Fields that a chat has, too."""
+    """Returns pydantic's definitions of the fields that are the same as in a chat."""
     return {name: (Chat.model_fields[name].annotation, Chat.model_fields[name]) for name in _CHAT_FIELDS}
 
 
@@ -208,7 +208,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
 
     @property
     def conversation_id(self) -> str | None:
-        """Id of the conversation that is continued; None: there is none."""
+        """Id of the conversation that the request continues. None: it continues none."""
         return self.conversation.id if isinstance(self.conversation, NamedConversation) else self.conversation
 
     @property
@@ -218,7 +218,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
 
     @property
     def items(self) -> list[Item]:
-        """The input as items."""
+        """The field input as a list of items."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     @property
@@ -241,15 +241,15 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         return [_function_at(at, tool) for at, tool in enumerate(self.tools or [])]
 
     def asked(self, before: Sequence[Item], given: Sequence[Item], without: frozenset[int] = frozenset()) -> AskedChat:
-        """The chat that this asks for.
+        """Returns the chat that the request asks for.
 
         Args:
             before: items of the conversation so far.
             given: items of this request.
-            without: places of items that are left out, among both.
+            without: indices of items that are left out, in the list `[*before, *given]`.
 
         Raises:
-            Refusal: an item or a field that a chat cannot have.
+            Refusal: a chat cannot have an item or a field of the request.
         """
         built = MessageBuilder(self.instructions)
         built.add("previous_response_id" if self.conversation is None else "conversation", before, without)
@@ -276,7 +276,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         return AskedChat(Chat.model_validate(fields), built)
 
     def told(self) -> dict[str, Any]:
-        """Fields of the request that its response repeats."""
+        """Returns the fields of the request that its response repeats, with their values."""
         text = self.text or TextOptions()
         shown: dict[str, Any] = {
             name: getattr(self, name)
@@ -297,7 +297,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
 
 
 def _plain(value: BaseModel | str | None) -> Any:
-    """A part of a body as JSON."""
+    """Converts a part of a body to values that JSON has."""
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, BaseModel) else value
 
 

@@ -1,4 +1,4 @@
-"""Items of a conversation, as the messages of a chat."""
+"""Converts the items of a conversation to the messages of a chat."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN: Final = 80  # characters of a value that an error repeats
 
 @dataclass(slots=True)
 class _Placed:
-    """A message, and the names of the items that it was made of."""
+    """A message, and the paths in the request of the items that it was made of: of the message, and of its calls."""
 
     message: Message
     place: str
@@ -36,12 +36,12 @@ class _Placed:
 
 
 class MessageBuilder:
-    """Builds the messages of a chat.
+    """Builds the messages of a chat from items.
 
     The items of one turn of the model (reasoning, a message, calls) become one message of the assistant.
 
     Args:
-        instructions: the first message, of the role system; None: there is none.
+        instructions: text of the first message, which has the role system. None: there is no such message.
     """
 
     def __init__(self, instructions: str | None = None) -> None:
@@ -52,26 +52,26 @@ class MessageBuilder:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages."""
+        """All messages so far."""
         return [each.message for each in self._placed]
 
     def add(self, place: str, items: Sequence[Item], without: frozenset[int] = frozenset()) -> None:
-        """Adds items.
+        """Adds items, which become messages or parts of messages.
 
         Args:
-            place: name of the list of items for errors.
-            items: with a type each; one that has a role is a message.
-            without: places of items that are left out.
+            place: name of the list of items, for errors.
+            items: items with a type. An item without a type is a message.
+            without: indices of items that are left out.
 
         Raises:
-            Refusal: an item of another type, or with an unknown part.
+            Refusal: an item has an unknown type, key or part.
         """
         for at, item in enumerate(items):
             if at not in without:
                 self._add(f"{place}[{at}]", {name: value for name, value in item.items() if value is not None})
 
     def renamed(self, message: str) -> str:
-        """An error about messages, as one about the items that they were made of."""
+        """Returns the text of an error, with the paths of items in place of those of the messages made of them."""
 
         def place(found: re.Match[str]) -> str:
             at = int(found[1])
@@ -141,7 +141,7 @@ class MessageBuilder:
 
 
 def encoded(reasoning: str) -> str:
-    """A reasoning as `encrypted_content`: some clients send it back in this form alone. It is not encrypted."""
+    """Encodes a reasoning as `encrypted_content`, the only form that some clients send back. It is not encrypted."""
     return _ENCODED + urlsafe_b64encode(reasoning.encode()).decode()
 
 
@@ -164,7 +164,11 @@ def _text(place: str, item: Mapping[str, Any], name: str) -> str:
 
 
 def _content(place: str, content: object) -> str | list[Message]:
-    """Content of a message: a text, or the parts of a chat."""
+    """Returns the content of a chat's message for that of an item: a text, or a list of parts.
+
+    Raises:
+        Refusal: the content is neither. `place` is its path, for the error.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):

@@ -1,4 +1,4 @@
-"""Responses and conversations that later requests continue, in memory."""
+"""Keeps responses and conversations in memory, so that later requests can continue them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class StoredResponse:
     """A response and its conversation.
 
     Attributes:
-        body: the response; it changes while the response is made.
-        inputs: the conversation before its output; those of earlier responses are shared with them.
-        owner: API key of the request; None: it had none.
-        run: makes the response in the background; None: it was made with its request.
+        body: the response as JSON. It changes while the response is made.
+        inputs: items of the conversation before the response's output.
+        owner: API key of the request. None: it had none.
+        run: run that makes the response in the background. None: it was made while its request waited.
     """
 
     body: dict[str, Any]
@@ -35,12 +35,12 @@ class StoredResponse:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """The conversation up to the end of the response."""
+        """Items of the conversation, with the output of the response."""
         return (*self.inputs, *self.body["output"])
 
     @property
     def open(self) -> bool:
-        """True while it is made."""
+        """True while the response is made."""
         return self.run is not None and self.run.open
 
 
@@ -66,23 +66,23 @@ class StoredConversation:
 
     @property
     def body(self) -> dict[str, Any]:
-        """The conversation in OpenAI's shape, without its items."""
+        """The conversation as OpenAI's JSON object, without its items."""
         return {"id": self.id, "object": "conversation", "created_at": self.created, "metadata": self.metadata}
 
     def add(self, items: Sequence[Item]) -> None:
-        """Adds items, which have ids."""
+        """Adds items to the end. Each must have an id."""
         self.items += items
         self.size += sum(map(_bytes_of, items))
 
     def find(self, id: str) -> Item:
-        """Returns an item. Raises Refusal if there is none of this id."""
+        """Returns the item with this id. Raises Refusal if there is none."""
         for item in self.items:
             if item["id"] == id:
                 return item
         raise Refusal(f"there is no item {id[:_SHOWN]!r} in this conversation; list its items", status=404)
 
     def remove(self, id: str) -> None:
-        """Removes an item. Raises Refusal as `find`."""
+        """Removes the item with this id. Raises Refusal if there is none."""
         item = self.find(id)
         self.items.remove(item)
         self.size -= _bytes_of(item)
@@ -93,7 +93,7 @@ def _bytes_of(item: Item) -> int:
 
 
 def checked(items: Sequence[Item]) -> list[Item]:
-    """Items for a conversation, each with an id. Raises Refusal if a message cannot be made of one."""
+    """Returns items for a conversation, each with an id. Raises Refusal for an item that no chat can have."""
     try:
         MessageBuilder().add("items", items)
     except Refusal as error:
@@ -102,12 +102,12 @@ def checked(items: Sequence[Item]) -> list[Item]:
 
 
 def with_ids(items: Sequence[Item]) -> list[Item]:
-    """Gives an id to each item that has none."""
+    """Returns items, with a new id for each one that has none."""
     return [{**item, "id": item.get("id") or f"item_{uuid.uuid4().hex}"} for item in items]
 
 
 def listed(item: Item) -> Item:
-    """An item as lists have it: a message has a type, a status and parts."""
+    """Returns an item in the form of OpenAI's lists of items: a message has a type, a status and a list of parts."""
     if item.get("type", "message") != "message":
         return item
     kind = "output_text" if item["role"] == "assistant" else "input_text"
@@ -118,16 +118,16 @@ def listed(item: Item) -> Item:
 
 
 def page_of(items: Sequence[Item], *, limit: str, order: str, after: str | None) -> dict[str, Any]:
-    """A page of items, as the query of a request asks for it.
+    """Returns a page of a list of items, as OpenAI's JSON object.
 
     Args:
-        items: each has an id.
-        limit: largest number of items, 1 to 100.
+        items: items, each with an id.
+        limit: largest number of items of the page, 1 to 100, as text.
         order: "asc", or "desc" for the newest first.
-        after: id of the item before the page; None: the first page.
+        after: id of the item before the page. None: the first page.
 
     Raises:
-        Refusal: another value.
+        Refusal: an argument has another value.
     """
     shown = [listed(item) for item in items]
     if order not in ("asc", "desc"):
@@ -149,14 +149,14 @@ class Owned(Protocol):
 
     @property
     def owner(self) -> str | None:
-        """The API key; None: requests without one."""
+        """The API key. None: the entry belongs to requests without a key."""
 
 
 OwnedT = TypeVar("OwnedT", bound=Owned)
 
 
 def _of_owner(kept: OrderedDict[str, OwnedT], id: str, owner: str | None) -> OwnedT | None:
-    """Finds the entry of an id and an API key, and counts it as used last."""
+    """Returns the entry with this id, and makes it the last used one. None: there is none, or it has another owner."""
     found = kept.get(id)
     if found is None or found.owner != owner:
         return None
@@ -165,10 +165,10 @@ def _of_owner(kept: OrderedDict[str, OwnedT], id: str, owner: str | None) -> Own
 
 
 class ResponseStore:
-    """The last responses and conversations. Each is known only to requests with the API key that made it.
+    """Store of the last used responses and conversations. Only requests with the API key that made one can read it.
 
     Args:
-        size: number of responses, and of conversations; the one that was not used for the longest time makes room.
+        size: largest number of responses, and of conversations. The least recently used one is dropped for a new one.
             0: none is kept.
 
     Raises:
@@ -183,7 +183,7 @@ class ResponseStore:
         self._conversations: OrderedDict[str, StoredConversation] = OrderedDict()
 
     def keep(self, response: StoredResponse) -> None:
-        """Keeps a response under its id. Those that are still made do not make room."""
+        """Keeps a response under its id. Responses that are still made are not dropped for others."""
         self._stored[response.body["id"]] = response
         ended = [id for id, each in self._stored.items() if not each.open]
         for id in ended[: max(0, len(ended) - self.size)]:
@@ -195,10 +195,10 @@ class ResponseStore:
         Args:
             id: id of the response.
             owner: API key of the request.
-            field: field of a body that names it; None: the path does.
+            field: field of the request's body that has the id, for errors. None: the path has it.
 
         Raises:
-            Refusal: it is not kept here.
+            Refusal: the response is not kept here.
         """
         found = _of_owner(self._stored, id, owner)
         if found is None:
@@ -212,14 +212,14 @@ class ResponseStore:
         return found
 
     def delete(self, id: str, owner: str | None) -> None:
-        """Forgets a response; one that is still made is cancelled. Raises Refusal as `get`."""
+        """Drops a response. One that is still made is cancelled. Args and errors: see `get`."""
         found = self.get(id, owner)
         if found.run is not None:
             found.run.cancel()
         del self._stored[id]
 
     def begin(self, conversation: StoredConversation) -> StoredConversation:
-        """Keeps a new conversation. Raises Refusal if none is kept here."""
+        """Keeps a new conversation, and returns it. Raises Refusal if this server keeps none."""
         if not self.size:
             raise Refusal(
                 "this server keeps no conversations: send all items as input, or serve with --response-store N"
@@ -231,10 +231,10 @@ class ResponseStore:
         return conversation
 
     def conversation(self, id: str, owner: str | None, field: str | None = None) -> StoredConversation:
-        """Returns a conversation; the arguments are those of `get`.
+        """Returns a conversation. Args: see `get`.
 
         Raises:
-            Refusal: it is not kept here.
+            Refusal: the conversation is not kept here.
         """
         found = _of_owner(self._conversations, id, owner)
         if found is None:
@@ -248,15 +248,15 @@ class ResponseStore:
         return found
 
     def end(self, id: str, owner: str | None) -> None:
-        """Forgets a conversation. Raises Refusal as `conversation`."""
+        """Drops a conversation. Args and errors: see `conversation`."""
         self.conversation(id, owner)
         del self._conversations[id]
 
     def resolved(self, items: Sequence[Item], owner: str | None) -> list[Item]:
-        """Replaces references among items by the items that they name.
+        """Returns items, with the kept items in place of references to them (`item_reference`).
 
         Raises:
-            Refusal: such an item is not kept here.
+            Refusal: an item that is referred to is not kept here.
         """
         return [self._item(at, item, owner) for at, item in enumerate(items)]
 

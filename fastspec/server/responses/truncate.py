@@ -1,4 +1,4 @@
-"""Choice of the items that a context has room for: the oldest ones are dropped."""
+"""Chooses the oldest items of a conversation to drop, so that the others fit into the context."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ROLES: Final = {"user": "user", "system": "pinned", "developer": "pinned"}
 
 
 def _side(item: Item) -> str:
-    """Who speaks: "user", "model" or "tool"; "pinned" for what is never dropped."""
+    """Returns the author of an item: "user", "model" or "tool". "pinned": the item is never dropped."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
         return "tool"
@@ -19,7 +19,7 @@ def _side(item: Item) -> str:
 
 
 def droppable(items: Sequence[Item]) -> list[list[int]]:
-    """Groups of items that can be dropped, in order; each is a list of places.
+    """Returns the groups of items that can be dropped, oldest first. Each group is a list of indices in `items`.
 
     A turn begins with a message of the user, and is dropped whole. Of the last turn, the message of the user and the
     last reply stay. Its earlier replies can be dropped, each with the results of its calls. Messages of the roles
@@ -43,11 +43,13 @@ def droppable(items: Sequence[Item]) -> list[list[int]]:
 
 
 def dropped(items: Sequence[Item], fits: Callable[[frozenset[int]], bool]) -> frozenset[int]:
-    """Places of the fewest oldest items without which the others fit; of all that can be dropped if none do.
+    """Returns the indices of the oldest items to drop: as few as possible, so that the others fit.
+
+    If the conversation never fits, returns the indices of all items that can be dropped.
 
     Args:
         items: items of a conversation.
-        fits: True if the conversation fits without the items at these places.
+        fits: returns True if the conversation fits without the items at these indices.
     """
     groups = droppable(items)
 
