@@ -56,13 +56,16 @@ class NewMetadata(BaseModel):
 
 @dataclass(slots=True)
 class ResponseTurn:
-    """One request of /v1/responses with the conversation that it continues.
+    """One request of /v1/responses, with the conversation that it continues.
 
     Attributes:
+        body: body of the request.
+        owner: API key of the request. None: it had none.
         before: items of the conversation so far.
         given: items of the request.
-        conversation: gets the items of the request and of the answer; None: they are added to none.
-        without: places of items that the context has no room for, among both lists.
+        conversation: stored conversation to which the items of the request and of the answer are added. None: there is
+            none.
+        without: indices in `[*before, *given]` of the items that are dropped, because the context has no room for them.
     """
 
     body: ResponseBody
@@ -79,11 +82,11 @@ class ResponseTurn:
 
     @property
     def inputs(self) -> tuple[Item, ...]:
-        """Items that the model reads; dropped ones are not kept."""
+        """Items that the model reads, without the dropped ones."""
         return tuple(item for at, item in enumerate((*self.before, *self.given)) if at not in self.without)
 
     def fit(self, service: Service) -> None:
-        """Drops items, with `truncation="auto"`, until the prompt and `max_output_tokens` fit."""
+        """Drops the oldest items until prompt and `max_output_tokens` fit, if the request has `truncation="auto"`."""
         room = service.generator.max_length - (self.body.max_output_tokens or 1)
 
         def fits(without: frozenset[int]) -> bool:
@@ -94,11 +97,11 @@ class ResponseTurn:
 
 
 def response_routes(service: Service, noted: set[str]) -> Iterator[Route]:
-    """Path, method and handler of each route.
+    """Yields (path, HTTP method, handler) of each route of /v1/responses and /v1/conversations.
 
     Args:
-        service: answers the requests.
-        noted: fields that were logged.
+        service: decodes the answers.
+        noted: names of fields without effect that were logged, see `note_taken`.
     """
     store = service.responses
 
@@ -207,12 +210,12 @@ def _stored(service: Service, request: Request) -> StoredResponse:
 
 
 def _page(request: Request) -> dict[str, Any]:
-    """Arguments of `page_of` in the query of a request."""
+    """Returns the keyword arguments of `page_of` that the query of a request sets, or their defaults."""
     return {name: request.query_params.get(name, usual) for name, usual in _PAGE}
 
 
 def _with_room(service: Service, conversation: StoredConversation, field: str) -> None:
-    """Raises Refusal if a conversation is as long as a body may be."""
+    """Raises Refusal if a conversation has more bytes than the body of a request may have. `field`: for the error."""
     if conversation.size > service.limits.body:
         raise Refusal(
             f"the conversation has {conversation.size} bytes, and {service.limits.body} are the most; delete items, "
@@ -222,7 +225,11 @@ def _with_room(service: Service, conversation: StoredConversation, field: str) -
 
 
 def _turn(service: Service, body: ResponseBody, owner: str | None) -> ResponseTurn:
-    """Finds what a request continues. Raises Refusal if it is not kept here, or still made."""
+    """Returns a request with the items that it continues.
+
+    Raises:
+        Refusal: the response or the conversation that it continues is not kept here, or is not complete yet.
+    """
     store, conversation = service.responses, None
     before: tuple[Item, ...] = ()
     if body.background and not store.size:
@@ -244,7 +251,7 @@ def _turn(service: Service, body: ResponseBody, owner: str | None) -> ResponseTu
 
 
 def _tokens(service: Service, asked: AskedChat) -> int:
-    """Number of tokens of the prompt."""
+    """Returns the number of tokens of a chat's prompt."""
     try:
         return service.prompt_tokens(asked.chat)
     except Refusal as error:
@@ -252,7 +259,7 @@ def _tokens(service: Service, asked: AskedChat) -> int:
 
 
 async def _respond(service: Service, request: Request, noted: set[str]) -> Response:
-    """Answers a request of /v1/responses by the chat that it asks for."""
+    """Answers a request of /v1/responses, with a body, with a stream of events, or in the background."""
     body, owner = await read_body(service, request, ResponseBody), request.state.api_key
     note_taken(body.taken, RESPONSE_TAKEN, noted)
     turn = _turn(service, body, owner)
@@ -304,7 +311,7 @@ async def _started(service: Service, turn: ResponseTurn) -> Job:
 
 
 class _Held:
-    """Holds a conversation for one response.
+    """Lock of a conversation, from the start of one response to `let_go`. For None it does nothing.
 
     Raises:
         Refusal: another response of the conversation is still made.
@@ -329,7 +336,7 @@ class _Held:
 
 
 async def _events(service: Service, turn: ResponseTurn, job: Job, built: ResponseBuilder) -> AsyncIterator[Sent]:
-    """Events of a response; before the last one it is kept."""
+    """Yields the events of a response. Before the events of its end, the response and its items are stored."""
     for event in built.begin():
         yield event
     reason = ""
@@ -338,7 +345,7 @@ async def _events(service: Service, turn: ResponseTurn, job: Job, built: Respons
         for event in built.piece(answer, piece):
             yield event
     last = built.end(reason, job.usage())
-    if built.response["store"] and not turn.body.background:  # those of the background are kept from the beginning
+    if built.response["store"] and not turn.body.background:  # background responses are kept from their start
         service.responses.keep(StoredResponse(built.response, turn.inputs, turn.owner))
     if turn.conversation is not None:
         turn.conversation.add([*turn.given, *built.output])
@@ -354,7 +361,7 @@ def _in_background(
     events: AsyncIterator[Sent],
     held: _Held,
 ) -> Response:
-    """Begins a response that is made whether its client waits or not."""
+    """Starts a response in the background, which is made even if the client disconnects. Returns the HTTP response."""
 
     def ended() -> None:
         held.let_go()
