@@ -67,7 +67,10 @@ def check_whole_class(config: PretrainedConfig) -> str:
 
     found: str = MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES[config.model_type]
     if config.architectures and config.architectures != [found]:
-        raise UnsupportedModel(f"architectures={config.architectures!r} is not supported, wanted [{found!r}]")
+        raise UnsupportedModel(
+            f"architectures={config.architectures!r} is not supported, wanted [{found!r}] in config.json; load a "
+            "checkpoint of that class"
+        )
     return found
 
 

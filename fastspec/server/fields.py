@@ -437,7 +437,7 @@ class Chat(Body):
             )
         if taken := sorted(_TEMPLATED & set(self.chat_template_kwargs or {})):
             raise Refusal(
-                f"chat_template_kwargs are variables of the template, and {', '.join(taken)} is none; leave it out",
+                f"chat_template_kwargs are variables of the template, but {', '.join(taken)} is not one; leave it out",
                 "chat_template_kwargs",
             )
         names = [function.name for function in self._functions]

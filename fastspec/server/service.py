@@ -469,7 +469,10 @@ class Service:
         if plan.formats is None or not plan.rule.demands or not (plan.rule.tools or plan.formats.reasoning):
             return {}
         if body.min_tokens:
-            raise Refusal("min_tokens: an answer that follows a grammar may end before; leave it out", "min_tokens")
+            raise Refusal(
+                "min_tokens cannot be used where a grammar decides when the answer ends (tools, reasoning); leave min_tokens out",
+                "min_tokens",
+            )
         try:
             return {
                 "json_schema": None,

@@ -144,7 +144,7 @@ def test_targets_that_are_stored_quantised(two: tuple[Path, Path], tmp_path: Pat
         quantised.write(directory, tmp_path / place, AWQ, quantised.awq(8))
     with FastSpecGenerator(tmp_path / "old", proposer=NGram(), dtype="float32", **OPTIONS) as gen:
         before = result(gen)
-        with pytest.raises(CheckpointError, match=r"is stored as plain values, and the weights were loaded from "):
+        with pytest.raises(CheckpointError, match=r"is stored as unquantised values, but the generator was made from "):
             gen.update_weights(tensors_of(two[1]))
         assert result(gen) == before
         gen.update_weights(tmp_path / "new")

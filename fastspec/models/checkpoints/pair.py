@@ -72,9 +72,8 @@ def resolve_pair(
         )
     if feature_layers is not None:
         raise UnsupportedOption(
-            f"feature_layers={tuple(feature_layers)!r} names the target's layers that a learned drafter reads, "
-            "and draft="
-            f"{draft!r} is none; leave it out"
+            f"feature_layers={tuple(feature_layers)!r} is for learned drafters only, and draft={draft!r} is not a "
+            "learned drafter; leave feature_layers out"
         )
     other = None if draft is None else resolve(draft, role="draft", revision=revisions[1], fetched=files.fetched)
     return found, None if other is None else _rounded(_with_mask(other), quantization[1])
@@ -106,8 +105,8 @@ def _rounded(checkpoint: Checkpoint, form: str | None) -> Checkpoint:
     name, wanted = f"{checkpoint.role}_quantization", _known(checkpoint.role, form)
     if checkpoint.quantisation is not None:
         raise UnsupportedOption(
-            f"{name}={form!r}, and {checkpoint.name} is stored quantised ({checkpoint.stored}); leave it out, or load "
-            "the original weights"
+            f"{name}={form!r} cannot be applied, because {checkpoint.name} is stored quantised ({checkpoint.stored}); "
+            f"leave {name} out, or load the original weights"
         )
     spec = checkpoint.spec
     if spec.experts if isinstance(spec, HostedInfo) else spec.routed_elements:

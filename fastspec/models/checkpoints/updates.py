@@ -270,11 +270,17 @@ def _check_parts(source: TensorSource, names: frozenset[str], loader: Loader) ->
                 "all of them"
             )
         for name in new:
-            if source.kind(name) != loader.kind(name):
-                raise CheckpointError(
-                    f"{_WHERE}: {name} is stored as {source.kind(name) or 'plain values'}, and the weights were loaded "
-                    f"from {loader.kind(name) or 'plain values'}; give it in that form, or make a new generator"
-                )
+            check_format(name, source, loader)
+
+
+def check_format(name: str, source: TensorSource, loader: Loader) -> None:
+    """Refuses a new tensor that is stored in another quantised format than the one from which a weight was loaded."""
+    given, wanted = (each.kind(name) or "unquantised values" for each in (source, loader))
+    if given != wanted:
+        raise CheckpointError(
+            f"{_WHERE}: {name} is stored as {given}, but the generator was made from {wanted}; give {name} as "
+            f"{wanted}, or make a new generator"
+        )
 
 
 def _check_range(source: TensorSource, names: frozenset[str]) -> None:

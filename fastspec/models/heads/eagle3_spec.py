@@ -250,8 +250,8 @@ def _check_shared(spec: Eagle3Spec) -> None:
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(
-            f"the head has no embedding, and cannot share that of {target.name}: it is {spec.hidden_size} wide, the "
-            f"target {target.hidden_size}"
+            f"the draft head has no embedding and cannot use that of {target.name}: the head has hidden_size "
+            f"{spec.hidden_size}, the target {target.hidden_size}; use a head that was trained for this target"
         )
     lent = not (spec.own_head or spec.tied_head)
     if lent and (spec.hidden_size, spec.vocab_size) != (target.hidden_size, target.vocab_size):

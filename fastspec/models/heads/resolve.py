@@ -220,7 +220,8 @@ def _with_vocab(head: HeadCheckpoint, own: HeadTensors, target: Checkpoint, voca
     spec = with_vocab(head.spec, ids)
     if isinstance(spec, DFlash2Spec) and spec.candidates > len(ids):
         raise UnsupportedOption(
-            f"draft_vocab has {len(ids)} ids, and the head chooses among {spec.candidates} candidates: name as many"
+            f"draft_vocab has {len(ids)} ids, but the head chooses among {spec.candidates} candidates; give at least "
+            f"{spec.candidates} ids"
         )
     check_head_tensors(WithSomeRows(own, places_of(own, spec, target), ids), spec)
     return replace(head, spec=spec, vocab_map=ids, rows_of=target)

@@ -13,7 +13,7 @@ from torch import nn
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.models.checkpoints.parameter_names import RenamedTensors
 from fastspec.models.checkpoints.tensor_source import TensorSource
-from fastspec.models.checkpoints.updates import GivenTensors, NewWeights, WeightUpdate
+from fastspec.models.checkpoints.updates import GivenTensors, NewWeights, WeightUpdate, check_format
 from fastspec.models.heads.checkpoint import OFFSETS, HeadCheckpoint, HeadTensors, check_head_tensors, target_ids
 from fastspec.models.heads.mtp_names import find_mtp
 from fastspec.models.heads.mtp_spec import MtpSpec, mtp_tensors
@@ -55,11 +55,7 @@ def checked_head_update(values: NewWeights, weights: PendingHead) -> WeightUpdat
             raise CheckpointError(f"the update has another {OFFSETS} than {checkpoint.name}; make a new generator")
     names = frozenset(name for part in loader.parts for name in part.names)
     for name in sorted(names):
-        if source.kind(name) != loader.kind(name):
-            raise CheckpointError(
-                f"the update: {name} is stored as {source.kind(name) or 'plain values'}, and the weights were loaded "
-                f"from {loader.kind(name) or 'plain values'}; give it in that form, or make a new generator"
-            )
+        check_format(name, source, loader)
     return WeightUpdate(source, names, True, loader)
 
 

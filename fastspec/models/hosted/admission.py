@@ -79,19 +79,19 @@ def admit_streams(model: HostedModel, name: str, tiling: Tiling, *, shares_embed
     advice = "use a draft model, or a target of a native family"
     if len(said) != layers + 1:
         raise UnsupportedModel(
-            f"{name}: {type(base).__name__} reports {len(said)} hidden states, wanted {layers + 1} for its {layers} "
-            f"layers, which a proposer could read; {advice}"
+            f"{name}: {type(base).__name__} returns {len(said)} hidden states, and learned drafters need {layers + 1} "
+            f"for its {layers} layers; {advice}"
         )
     other = next((layer for layer in range(-1, layers - 1) if not torch.equal(found[layer], said[layer + 1])), None)
     if other is not None:
         raise UnsupportedModel(
             f"{name}: the input of layer {other + 1} is not the hidden state that {type(base).__name__} reports there, "
-            f"so a proposer would read something else; {advice}"
+            f"so a learned drafter would read other values; {advice}"
         )
     if shares_embedding and not torch.equal(found[-1], model.ops.embed(model.weights.embed, ids)):
         raise UnsupportedModel(
-            f"{name}: its first layer reads something else than rows of its embedding, as by a scale or positions, and "
-            "the learned drafter has no embedding of its own; use one that has"
+            f"{name} changes its embeddings before the first layer, for example by a scale or by positions, and the "
+            "learned drafter needs them unchanged; use a learned drafter with its own embedding"
         )
 
 

@@ -108,7 +108,9 @@ def _tool_format(name: str, template: str) -> ToolFormat | None:
     try:
         made = getattr(importlib.import_module(module), kind)()
     except (ImportError, AttributeError, TypeError) as error:
-        raise ValueError(f"{name!r} cannot be made: {error}; give MODULE:CLASS, a class without arguments") from None
+        raise ValueError(
+            f"{name!r} could not be created: {error}; give MODULE:CLASS, where CLASS() takes no arguments"
+        ) from None
     if not isinstance(made, ToolFormat):
         raise ValueError(f"{name!r} must be a subclass of fastspec.text.answers.interface.ToolFormat")
     return made

@@ -314,7 +314,7 @@ def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None
     if weight.dim() != 2 or not weight.is_contiguous() or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}; wanted [..., K] and contiguous [N, K]")
     if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"x is {x.dtype}, weight {weight.dtype}; wanted both bfloat16, float16 or float32")
+        raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; wanted one dtype: bfloat16, float16 or float32")
     if norm is not None:
         check("norm[0]", norm[0], weight.shape[1:])
 
