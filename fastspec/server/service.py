@@ -470,7 +470,8 @@ class Service:
             return {}
         if body.min_tokens:
             raise Refusal(
-                "min_tokens cannot be used where a grammar decides when the answer ends (tools, reasoning); leave min_tokens out",
+                "min_tokens cannot be used where a grammar decides when the answer ends (tools, reasoning); leave "
+                "min_tokens out",
                 "min_tokens",
             )
         try:

@@ -84,7 +84,7 @@ def test_what_has_no_such_stream_is_refused(tmp_path: Path, monkeypatch: pytest.
     scaled = saved(tmp_path / "scaled", "gemma4_unified_text")
     own = eagle(tmp_path / "own", hidden=48)
     FastSpecGenerator(scaled, own, **COMMON).close()
-    with pytest.raises(UnsupportedModel, match=r"reads something else than rows of its embedding"):
+    with pytest.raises(UnsupportedModel, match=r"changes its embeddings before the first layer"):
         FastSpecGenerator(scaled, eagle(tmp_path / "shared", **SHARED), **COMMON).generate([[1]], max_new_tokens=1)
     with pytest.raises(UnsupportedModel, match=r"MTP layers run as layers of a native family, and .* is hosted; use"):
         FastSpecGenerator(scaled, "mtp", **COMMON)

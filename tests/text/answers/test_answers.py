@@ -155,7 +155,7 @@ def test_a_name_overrides_the_template() -> None:
     with pytest.raises(ValueError, match="no reasoning format 'thoughts'; there are auto, none, harmony, think"):
         formats_of(template, reasoning="thoughts")
     for name, says in (
-        ("no_module:X", "cannot be made: No module"),
+        ("no_module:X", "could not be created: No module"),
         ("json:No", "no attribute 'No'"),
         ("json:JSONDecoder", "must be a subclass"),
     ):
