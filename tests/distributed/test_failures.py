@@ -45,7 +45,7 @@ def test_every_rank_is_told_which_rank_failed_and_how(how: str, pair: Pair, tmp_
         ranks.stop()
 
 
-@pytest.mark.parametrize("follows", [False, True])
+@pytest.mark.parametrize("follows", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nobody_waits_for_a_rank_0_that_is_stopped(follows: bool, pair: Pair, tmp_path: Path) -> None:
     """With it stops the store of all signs of life, which then answers nobody."""
     ranks = Processes(2, tmp_path / "meeting")

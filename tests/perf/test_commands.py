@@ -241,7 +241,8 @@ def test_a_case_that_fails_keeps_its_row_and_the_others_go_on(tmp_path: Path, mo
     assert [row["status"] for row in again[len(rows) :]] == ["failed: ValueError"]  # the second is recorded
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_start_is_taken_apart(ranks: int, tmp_path: Path) -> None:
     several = ("--tensor-parallel", str(ranks)) if ranks > 1 else ()
     rows = run_cli(tmp_path, "startup", "--pair", str(ROOT / "fastspec" / "demo"), *several)

@@ -24,15 +24,15 @@ SPILLS = {
 
 LAYERS = [f"products_{first}" for first in range(0, 15, 3)]
 AS_80 = 86  # launches what sm_80 does, but for what a test below compiles
-RARE = (AS_80, 89, 120)  # 89 launches what 86 does
 PRODUCTS = (*LAYERS, "products_fp16")
-DAILY = ("products_0", "products_fp16")  # of other architectures than sm_90
+# the others are of other widths; all run with --nightly
+DAILY = {80: ("products_0",), 90: ("products_0", "products_6", "products_9", "products_fp16"), 100: ("products_0",)}
 CASES = [
-    pytest.param(arch, group, marks=[] if arch == 90 or (arch not in RARE and group in DAILY) else [pytest.mark.slow])
+    pytest.param(arch, group, marks=[] if group in DAILY.get(arch, ()) else [pytest.mark.slow])
     for arch in SHARED_LIMIT
     for group in PRODUCTS
 ]
-TAILS = [(90, f"tails_{hidden}") for hidden in (4096, 2048, 896)]
+TAILS = [(90, "tails_4096"), pytest.param(90, "tails_2048", marks=pytest.mark.slow), (90, "tails_896")]
 TREES = [(90, "products_trees")]
 
 

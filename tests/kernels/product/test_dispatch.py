@@ -134,9 +134,8 @@ def cache_by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     "epilogue",
     [
-        "plain",
         "norm+gated+bias+residual",
-        *(pytest.param(epilogue, marks=pytest.mark.slow) for epilogue in ("norm+bias+residual", "norm+fp32")),
+        *(pytest.param(epilogue, marks=pytest.mark.slow) for epilogue in ("plain", "norm+bias+residual", "norm+fp32")),
     ],
 )
 def test_bits_of_a_row_in_the_ring(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
