@@ -39,15 +39,16 @@ class ModelSpec:
     """Shape and arithmetic of one decoder. Sizes are numbers of elements.
 
     Attributes:
-        family: a key of `FAMILIES`.
+        family: `model_type` of the config, a key of `FAMILIES`.
         max_length: max_position_embeddings of the config, in tokens.
         rms_eps: epsilon of all norms.
-        ropes: the rotary embeddings that plans refer to. Empty: no layer rotates.
+        ropes: rotary embeddings. `LayerPlan.rope` is an index of this tuple. Empty: no layer has rope.
         scales: factors on the embedding and on the logits.
         plans: operations of each layer. Layers with the same plan have the same tensors.
         tied: True if the head is the embedding matrix.
         dtype: dtype that the checkpoint declares, else the one in which it is stored.
-        own_names: pairs of a row of `layer_table.LAYER` and stored names, which take precedence over the family's.
+        own_names: (name of a row of `layer_table.LAYER`, its stored names) for tensors that this checkpoint names in
+            another way than its family.
     """
 
     family: str
@@ -73,12 +74,15 @@ class ModelSpec:
 
     @property
     def names(self) -> Mapping[str, tuple[str, ...]]:
-        """Stored names that differ from those of `layer_table.LAYER`, by row of that table."""
+        """Stored names that differ from those in `layer_table.LAYER`, by the name of the table's row."""
         return {**FAMILIES[self.family].names, **dict(self.own_names)}
 
     @property
     def head_order(self) -> list[int] | None:
-        """Index of the stored element for each element of a head. None: no reordering. See `rope.head_order`."""
+        """For each loaded element of a query or key head, its index in the checkpoint; see `rope.head_order`.
+
+        None: both orders are the same.
+        """
         if not self.ropes:
             return None
         return head_order(len(self.rope.inv_freq), self.rope_dims[0], interleaved=FAMILIES[self.family].interleaved)
@@ -94,7 +98,7 @@ class ModelSpec:
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """(query heads, KV heads, head_dim) of each layer with attention."""
+        """(query heads, KV heads, head_dim) of each layer with K and V of its own in the cache."""
         return tuple(self.heads_of(self.plans[layer]) for layer in self.caching)
 
     def heads_of(self, plan: LayerPlan) -> tuple[int, int, int]:
@@ -113,18 +117,21 @@ class ModelSpec:
 
     @property
     def rope_dims(self) -> tuple[int, ...]:
-        """Elements of a head that each rotary embedding rotates or leaves as they are."""
+        """Size of the heads to which each of `ropes` is applied. It includes elements that are not rotated."""
         dims = {plan.rope: self.heads_of(plan)[2] for plan in self.plans}
         return tuple(dims.get(index, 2 * len(rope.inv_freq)) for index, rope in enumerate(self.ropes))
 
     @property
     def state_rules(self) -> tuple[StateRule, ...]:
-        """Sizes of each layer with a recurrent state."""
+        """Kind and sizes of the recurrent state of each layer that has one."""
         return tuple(plan.state for plan in self.plans if plan.state is not None)
 
     @property
     def divided(self) -> dict[str, int]:
-        """Returns, by name, the sizes (except heads) that ranks must be able to divide equally; see `Sizes.divided`."""
+        """Sizes that the number of ranks must divide, by name. 1 means that the layers cannot be split.
+
+        Numbers of heads are not included; see `Sizes`.
+        """
         found = {"intermediate_size": self.intermediate_size}
         for plan in self.plans:
             if plan.kv_heads is not None and plan.kv_heads & (plan.kv_heads - 1):  # ranks are powers of two
@@ -150,12 +157,12 @@ class ModelSpec:
 
     @property
     def hosting(self) -> str:
-        """Empty, because this package's decoder runs the model. A `HostedInfo` has a text here."""
+        """Empty string: this package's decoder runs the model, and not a module of transformers (`HostedInfo`)."""
         return ""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Attention window of each layer. None: full attention."""
+        """Attention window of each layer: number of newest keys to which a query attends. None: all keys."""
         return tuple(plan.window for plan in self.plans)
 
     @property
@@ -184,34 +191,43 @@ class ModelSpec:
         return self.plans[(*self.attending, 0)[0]]
 
     def rotary_bytes(self, positions: int) -> int:
-        """Returns the bytes of the rotary tables, and of the factors on queries, for `positions` positions."""
+        """Returns the bytes of all rotary tables for `positions` positions.
+
+        Includes the factors by which some families multiply queries at each position (`RopeSpec.query_factors`).
+        """
         sizes = zip(self.ropes, self.rope_dims, strict=True)
         return 4 * positions * sum(dim + bool(rope.query_beta) for rope, dim in sizes)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of the recurrent states of one row, see `StateCache`."""
+        """Returns the bytes of the recurrent states of one row in the `StateCache`."""
         return sum(row_bytes(each, max_drafts, dtype) for each in self.state_rules)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the fused weights in `dtype`."""
+        """Returns the bytes of all weights, with matrices in `dtype`."""
         return weight_bytes(self, dtype)
 
     @property
     def routed_elements(self) -> int:
-        """Temporary elements per token for the experts, between their two products and after them.
+        """Number of temporary elements per token in a layer with experts; the largest of any layer.
 
-        0 without experts.
+        These are the inner activations and the outputs of a token's experts. 0 without experts.
         """
         plans = [plan.experts for plan in self.plans if plan.experts]
         each = [plan.routing.chosen * (plan.width + self.hidden_size) + self._of_shared(plan) for plan in plans]
         return max(each, default=0)
 
     def _of_shared(self, plan: ExpertsPlan) -> int:
-        """Returns the temporary elements per token for a shared expert, joined with the routed ones or separate."""
+        """Returns the number of temporary elements per token that a shared expert needs.
+
+        The number is enough for a separate MLP and for an expert that is stored with the routed ones.
+        """
         return max(3 * plan.shared, (plan.width + self.hidden_size) * (plan.shared == plan.width))
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Returns the dtype of norm weights in a model of `dtype`: fp32 if norms are rounded after their weight."""
+        """Returns the dtype of norm weights in a model of `dtype`.
+
+        It is fp32 if norms are multiplied with their weight before they are rounded to `dtype`.
+        """
         return dtype if self.plans[0].norm == "rms" else torch.float32
 
 
@@ -228,7 +244,7 @@ def supported_models() -> str:
 
 
 def spec_from_config(config: PretrainedConfig) -> ModelSpec:
-    """Reads the checked fields of a loaded Hugging Face config.
+    """Checks a Hugging Face config, and returns the sizes and layer plans of its model.
 
     Args:
         config: a transformers config object, with `rope_parameters` or the older `rope_theta` and `rope_scaling`. Not
@@ -284,6 +300,10 @@ def _family(fields: ConfigFields) -> str:
 def refuse_other_architectures(family: str, named: object) -> None:
     """Refuses a config whose `architectures` names anything except the causal model of its family.
 
+    Args:
+        family: `model_type` of the config, a key of `FAMILIES`.
+        named: value of `architectures`. None or an empty list is accepted.
+
     Raises:
         UnsupportedModel: names the entry and what was expected.
     """
@@ -296,19 +316,21 @@ def refuse_other_architectures(family: str, named: object) -> None:
 
 
 def _rope_dims(plans: tuple[LayerPlan, ...], head_dim: int, family: ModelFamily) -> tuple[int, ...]:
-    """Returns the elements of a head for each rotary embedding of a family."""
+    """Returns the size of a head, or of the part of it that is rotated, for each rotary embedding of a family."""
     dims = {plan.rope: plan.latent.shared if plan.latent else plan.head_dim or head_dim for plan in plans}
     return tuple(dims.get(index, head_dim) for index in range(max(1, len(family.rope_layers))))
 
 
 def _refuse_unread_settings(fields: ConfigFields, act: tuple[str, str] | None, *, mixed: bool) -> None:
-    """Refuses settings that would change the result and are not in the spec.
+    """Refuses settings that would change the result, and that a `ModelSpec` does not have.
 
     Args:
+        fields: fields of the config.
+        act: see `ModelFamily.act`.
         mixed: see `ModelFamily.mixed_heads`.
     """
-    # first, because such a config raises an error when a field is read in which layers differ; older versions of
-    # transformers do not know such layers, and only store the setting
+    # this check is the first: a config with different layers raises an error when another check reads a field in which
+    # they differ. Older versions of transformers only store the setting
     if not mixed and fields.get(
         "is_heterogeneous" if hasattr(fields.config, "is_heterogeneous") else "per_layer_config"
     ):
@@ -326,14 +348,16 @@ def _refuse_quantised(fields: ConfigFields) -> None:
 
 
 def says_quantised(value: object) -> bool:
-    """True if a config's `quantization_config` has an effect. None, and fields that are null or off, have none."""
+    """True if the value of a config's `quantization_config` means that weights are quantised.
+
+    False for None, for a mapping in which all values are None or False, and for bitsandbytes with both of its loading
+    options off.
+    """
     if not isinstance(value, Mapping):
         return value is not None
     if value.get("load_in_4bit") is False and value.get("load_in_8bit") is False:
-        return value.get("quant_method") not in (
-            None,
-            "bitsandbytes",
-        )  # bitsandbytes names its method even if it is off
+        # bitsandbytes sets its quant_method even if it is off
+        return value.get("quant_method") not in (None, "bitsandbytes")
     return any(each not in (None, False) for each in value.values())
 
 

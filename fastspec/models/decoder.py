@@ -33,11 +33,12 @@ from fastspec.shapes import (
     Tiling,
 )
 
-LATENT_EPS = 1e-6  # of the norms inside latent attention; configs have no field for it, transformers has this constant
+# epsilon of the norms inside latent attention; configs have no field for it, transformers has this constant
+LATENT_EPS = 1e-6
 Rotation: TypeAlias = "tuple[Tensor, Tensor]"  # cosines and sines, each fp32 [positions, D/2]
 # norm weights of queries and of keys, each [D], and their epsilon
 HeadNorms: TypeAlias = "tuple[Tensor, Tensor, float]"
-# input of the experts, ids and factors of `Ops.route`, the experts, their activation
+# input of the experts, ids and factors from `Ops.route`, weights of the experts, and their activation
 Routed: TypeAlias = "tuple[Tensor, Tensor, Tensor, ExpertWeights, ClampedGate | SquaredRelu | None]"
 
 
@@ -47,7 +48,7 @@ class Decoder:
     Args:
         spec: sizes and layer plans of the model.
         weights: fused weights, all on one device.
-        cache: pages and states that this model reads and writes.
+        cache: KV cache pages and recurrent states of this model.
         ops: implementations of all operations of a pass.
         max_positions: number of positions in the rotary table; every position of a pass must be below it.
         batch: largest number of rows of a decode pass.
@@ -68,7 +69,8 @@ class Decoder:
         self.spec = spec
         self.weights = weights
         self.cache = cache
-        # index of each layer's keys in their cache, and of its state in that of recurrent states
+        # index of each layer's keys in the KV cache, and of its state in the cache of recurrent states. A layer that
+        # shares keys has the index of the layer that writes them
         owners = [layer if plan.shares is None else plan.shares for layer, plan in enumerate(spec.plans)]
         self._places = [sum(plan.caches for plan in spec.plans[:owner]) for owner in owners]
         self._state_places = [
@@ -82,7 +84,7 @@ class Decoder:
         self._row_factors = {
             plan: _row_factors(spec, plan, device) for plan in dict.fromkeys(spec.plans) if plan.factors is not None
         }
-        # rounded as in transformers
+        # transformers rounds these factors to the dtype of the embedding
         self._embed_scale, self._input_scale = (
             float(torch.tensor(scale, dtype=weights.embed.dtype, device="cpu"))
             for scale in (spec.scales.embed, spec.plans[0].inputs ** 0.5)
@@ -93,11 +95,12 @@ class Decoder:
             for heads in dict.fromkeys((usual, *(spec.heads_of(plan) for plan in spec.plans if plan.attends)))
         }
         self._work = self._works[usual]
+        # layers whose keys and values later layers read
         self._lenders = {plan.shares for plan in spec.plans if plan.shares is not None}
-        # weights of norms without weights, by width
+        # weights that are all 1, for norms of values, by head_dim
         plain = {spec.heads_of(plan)[2] for plan in spec.plans if plan.value_norm}
         self._ones = {dim: torch.ones(dim, dtype=torch.float32, device=device) for dim in plain}
-        self._reduce: Reduce | None = None  # sums over the ranks that share the layers
+        self._reduce: Reduce | None = None  # all-reduce over the ranks; None: this process has whole layers
 
     @property
     def vocab_size(self) -> int:
@@ -105,11 +108,14 @@ class Decoder:
         return self.spec.vocab_size
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        """Feeds rows and writes their K/V to the cache. Returns the last residual stream [B, Q, hidden]."""
+        """Runs a forward pass over the tokens of `rows`, and writes their K/V to the cache.
+
+        Returns the residual stream after the last layer, [B, Q, hidden], before the final norm.
+        """
         return self._hidden(rows, {})
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Runs `hidden`. Also returns the residual stream after each of `layers`, [B, Q, len(layers), hidden].
+        """Returns the result of `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
         Layer -1 is the embedding. Layer `num_layers` is the output of the final norm.
         """
@@ -119,7 +125,7 @@ class Decoder:
         return last, found[0][:, :, None] if len(found) == 1 else torch.stack(found, dim=2)
 
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
-        """Runs `hidden`. For each layer that is a key of `features`, stores the residual stream after it there."""
+        """Computes `hidden`. The keys of `features` are layers; their values become the residual stream after them."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
@@ -128,7 +134,7 @@ class Decoder:
         inputs = None if self.weights.inputs is None else self._inputs(self.weights.inputs, x, rows)
         lent: dict[int, Tensor] = {}
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
-        few = self.ops.is_brief() and not features  # other layers launch the same kernels
+        few = self.ops.is_brief() and not features  # skipped layers launch the same kernels
         for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
             x, qkv = self._layer(index, x, qkv, rows, None if inputs is None else inputs[index], lent)
             if index in features:
@@ -138,7 +144,13 @@ class Decoder:
         return x
 
     def _inputs(self, weights: InputWeights, x: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the inputs of all layers [layers, B, Q, inputs], from tokens and from their embedding x."""
+        """Returns the per-layer embeddings (Gemma 4) of all layers, [layers, B, Q, inputs].
+
+        Args:
+            weights: the second embedding, and the projection of x.
+            x: scaled embedding of the tokens, [B, Q, hidden].
+            rows: the tokens.
+        """
         count, width = self.spec.num_layers, self.spec.plans[0].inputs
         made: Tensor = self.ops.linear(x, weights.projection, None, rows.tiling) * self.spec.hidden_size**-0.5
         made = self.ops.norm(made.unflatten(-1, (count, width)), weights.norm, self.spec.rms_eps)
@@ -155,11 +167,16 @@ class Decoder:
         inputs: Tensor | None = None,
         lent: dict[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after a layer, and `_qkv` of the next layer; None after the last.
+        """Returns the residual stream after a layer, and the result of `_qkv` for the next layer (None after the last).
 
         Args:
-            inputs: the layer's own input [B, Q, inputs]. None: it has none.
-            lent: k and v of earlier layers of the pass that later ones read, by layer. Those of this layer are added.
+            index: index of the layer.
+            x: residual stream before the layer, [B, Q, hidden].
+            qkv: result of `_qkv` for this layer.
+            rows: the tokens of the pass.
+            inputs: the layer's own input [B, Q, inputs], see `_inputs`. None: it has none.
+            lent: index of a layer -> its k and v in this pass, for later layers that share them. This layer's k and v
+                are added if a later layer shares them. None: no layer shares them.
         """
         layer = self.weights.layers[index]
         if qkv is not None and lent is not None:
@@ -168,16 +185,21 @@ class Decoder:
         return self._after_attention(index, mixed, x, rows.tiling, inputs)
 
     def _mix(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes the attention, or the state, or both, of a layer from the result of `_qkv`.
+        """Computes a layer's attention, its recurrent op, or both, before the output projection.
 
-        With both, the elements of attention come first.
+        With both, the results are joined along the last axis, that of attention first.
+
+        Args:
+            index, layer: index and weights of the layer.
+            product: result of `_qkv`.
+            rows: the tokens of the pass.
         """
         plan = self.spec.plans[index]
         if plan.state is None:
             return self._attend(index, layer, product, rows)
         if not plan.attends:
             return self._state(index, plan.state, layer, product, rows)
-        # kernels read whole rows
+        # kernels need contiguous rows
         qkv, rest = (
             each.contiguous() for each in product.split([product.shape[-1] - plan.state.rows, plan.state.rows], dim=-1)
         )
@@ -188,15 +210,23 @@ class Decoder:
     def _after_attention(
         self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling, inputs: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes the operations of a layer that come after its attention, if any.
+        """Computes the rest of a layer: output projection, residual sums, norms, MLP or experts.
 
-        Returns x, and `_qkv` of the next layer. For `inputs` see `_layer`.
+        Args:
+            index: index of the layer.
+            attended: result of `_mix`. None: the layer has only an MLP.
+            x: residual stream before the layer.
+            tiling: tiles of matrix products.
+            inputs: see `_layer`.
+
+        Returns:
+            The residual stream after the layer, and the result of `_qkv` for the next layer (None after the last).
         """
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], self._following(index)
         if attended is not None and self._fuses(plan):
             eps, ops = self.spec.rms_eps, self.ops
-            # a plan that is fused has all fields of a `Layer`
+            # a layer for which `_fuses` is true has all fields of a `Layer`
             here, then = cast("Layer", layer), cast("Layer | None", next_layer)
             return ops.layer_tail(ops.linear, attended, x, here, then, eps, tiling, self._reduce)
         if attended is not None and plan.sandwiched and self._reduce is None:
@@ -212,7 +242,7 @@ class Decoder:
         return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
 
     def _with_inputs(self, layer: LayerWeights, x: Tensor, inputs: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the residual stream with what a layer makes of its own input."""
+        """Adds a layer's own input, gated by x, to the residual stream x. For `inputs` see `_layer`."""
         assert layer.input_gate is not None, "layers with inputs have all of these"
         assert layer.input_projection is not None, "layers with inputs have all of these"
         assert layer.input_projected_norm is not None, "layers with inputs have all of these"
@@ -221,14 +251,14 @@ class Decoder:
         return self.ops.add_norm(added, x, layer.input_projected_norm, None, self.spec.rms_eps)[0]
 
     def _following(self, index: int) -> LayerWeights | None:
-        """Returns the layer whose q, k and v are computed after layer `index`. None after the last."""
+        """Returns the weights of the layer after layer `index`. None: that is the last layer."""
         layers = self.weights.layers
         return layers[index + 1] if index + 1 < len(layers) else None
 
     def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
-        """Returns the weights of the norm before attention, if a separate op computes it.
+        """Returns (weight, epsilon) of the RMSNorm before the attention of layer `index`, if a separate op computes it.
 
-        None: there is no norm, or a product computes it.
+        None: there is no such norm, or `Ops.linear` computes it with the product after it.
         """
         plans, layers = self.spec.plans, self.weights.layers
         if index == len(layers) or plans[index].fused_norm or plans[index].norm == "layer" or not plans[index].mixes:
@@ -237,13 +267,13 @@ class Decoder:
         return None if weight is None else (weight, self.spec.rms_eps)
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        """True if one op computes all of a layer after its attention."""
+        """True if the op `layer_tail` computes the whole rest of a layer after its attention."""
         return plan.fused_tail and not self.spec.state_rules
 
     def _sandwich_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
         """Computes `_after_attention` for layers with norms before and after attention and MLP.
 
-        One op computes the norm of an output, the sum, and the next norm.
+        `Ops.add_norm` computes the norm of an output, the residual sum, and the next norm in one op.
         """
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
         layer, next_layer = layers[index], self._following(index)
@@ -260,9 +290,16 @@ class Decoder:
         return x, None if next_layer is None else linear(h, next_layer.mixer[0], next_layer.qkv_bias, tiling)
 
     def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor | None:
-        """Returns q, k and v of a layer, [B, Q, (H + 2 Hkv) * D], and then the rows of its state.
+        """Computes the first product of a layer: [B, Q, (H + 2 Hkv) * D], q, k and v. None: it has only an MLP.
 
-        None: the layer has only an MLP. `normed` is the norm of x, if it is already computed.
+        Outputs of `head_gate`, and those that the recurrent op reads, come after v. A layer without attention has only
+        the latter. With latent attention see `LayerWeights.qkv`.
+
+        Args:
+            index: index of the layer.
+            x: residual stream before the layer.
+            tiling: tiles of matrix products.
+            normed: x after the layer's first norm. None: it is computed here.
         """
         layer, plan = self.weights.layers[index], self.spec.plans[index]
         if layer.qkv is None:
@@ -280,13 +317,16 @@ class Decoder:
         return product if plan.factors is None else (product * self._row_factors[plan]).to(product.dtype)
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
-        """Computes a product. A subclass for ranks computes this rank's part of it."""
+        """Computes x weight^T [+ bias]. `options` are those of `Ops.linear`. A subclass may split the product."""
         return self.ops.linear(x, weight, bias, tiling, **options)
 
     def _normed(
         self, plan: LayerPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns (norm(x), {}). If `linear` can compute the norm itself: (x, options of `linear` for it)."""
+        """Returns (norm(x), {}), or (x, {}) if there is no `weight`.
+
+        If `Ops.linear` can compute the norm with the next product: (x, options of `linear` for the norm).
+        """
         if weight is None:
             return x, {}
         if plan.fused_norm:
@@ -299,9 +339,9 @@ class Decoder:
     def _plain_tail(
         self, plan: LayerPlan, attended: Tensor | None, x: Tensor, layer: LayerWeights, tiling: Tiling
     ) -> Tensor:
-        """Returns the residual stream after a layer, computed product by product.
+        """Returns the residual stream after a layer without experts, with a separate op for each product.
 
-        For any `LayerPlan` without experts.
+        For `attended` and `x` see `_after_attention`.
         """
         scale, after = plan.residual_scale, x
         if attended is not None and plan.factors is not None:
@@ -321,7 +361,10 @@ class Decoder:
     def _both_branches(
         self, plan: LayerPlan, factors: BranchFactors, mixed: Tensor, layer: LayerWeights, tiling: Tiling
     ) -> Tensor:
-        """Returns the outputs of attention and state of a layer that has both, added."""
+        """Returns the sum of the output projections of attention and of the recurrent op, for a layer that has both.
+
+        `mixed` is the result of `_mix`.
+        """
         assert plan.state is not None, "the layer has both"
         assert layer.state is not None, "the layer has both"
         assert layer.state.out is not None, "the layer has both"
@@ -333,7 +376,10 @@ class Decoder:
     def _experts_tail(
         self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after a layer with experts (`ExpertsPlan`), and the next layer's normed input."""
+        """Returns the residual stream after a layer with experts (`ExpertsPlan`), and its norm for the next layer.
+
+        The norm is None if it is not computed here. For `attended` and `x` see `_after_attention`.
+        """
         plan, layer, norm = self.spec.plans[index], self.weights.layers[index], self._norm_of(index + 1)
         assert plan.experts is not None
         assert layer.experts is not None
@@ -357,7 +403,13 @@ class Decoder:
         return self.ops.experts_normed(*routed, shared=shared, shared_logits=logits, residual=x, norm=norm)
 
     def _latent(self, routed: Routed, shared: Tensor | None, tiling: Tiling) -> Tensor:
-        """Returns the output of experts that have a width of their own, plus that of the shared expert."""
+        """Returns the output of experts with `ExpertsPlan.latent`, plus that of the shared expert.
+
+        Args:
+            routed: arguments of the op `experts`.
+            shared: output of the shared expert. None: there is none.
+            tiling: tiles of matrix products.
+        """
         h, ids, factors, weights, activation = routed
         assert weights.latent_in is not None
         assert weights.latent_out is not None
@@ -366,7 +418,7 @@ class Decoder:
         return self.ops.linear(total, weights.latent_out, None, tiling, residual=shared)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the experts of every row, their factors, and the experts' input: the norm of x."""
+        """Chooses the experts of each token. Returns their ids and factors (`Ops.route`), and their input, norm(x)."""
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
@@ -395,9 +447,18 @@ class Decoder:
         scale: float,
         tiling: Tiling,
     ) -> Tensor:
-        """Returns x + scale * the output of attention or MLP: `inner` times its last weight [, normed].
+        """Adds the output of attention or MLP to the residual stream: x + scale * norm(inner weight^T [+ bias]).
 
-        Ranks are summed here.
+        A subclass for ranks sums the products of all ranks here.
+
+        Args:
+            plan: plan of the layer.
+            inner: result of `_mix` or `_mlp_inner`.
+            weight, bias: the output projection, or the down projection.
+            x: the residual stream.
+            norm: weight of the norm after the product. None: there is no norm.
+            scale: factor on the output.
+            tiling: tiles of matrix products.
         """
         if scale == 1.0 and norm is None:
             return self.ops.linear(inner, weight, bias, tiling, residual=x)
@@ -407,7 +468,7 @@ class Decoder:
         return x + self._residual_branch(plan, added, norm, scale)
 
     def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None, scale: float) -> Tensor:
-        """Returns the output of attention or MLP that is added to x: normed if the plan says so, times its factor."""
+        """Returns scale * norm(added), the term of the residual sum. Without a weight `norm` it is scale * added."""
         added = added if norm is None else self._norm(plan, added, norm)
         return added if scale == 1.0 else added * scale
 
@@ -420,13 +481,19 @@ class Decoder:
         layer: LayerWeights,
         tiling: Tiling,
     ) -> Tensor:
-        """Computes the MLP before its last product: norm, gate and up projections, activation. [B, Q, intermediate]."""
+        """Computes the MLP up to its down projection: norm, gate and up projections, activation. [B, Q, intermediate].
+
+        `norm` and `bias` are those of the norm before the MLP. None: x is already normed, or there is no norm.
+        """
         x, options = self._normed(plan, x, norm, bias)
         inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating, **options)
         return inner if plan.gating else self._activated(plan, inner)
 
     def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
-        """Applies the MLP's activation to gate and up, if no product computes it."""
+        """Applies the MLP's activation, if `Ops.linear` does not compute it.
+
+        `inner` has gate and up along its last axis, or only up for an MLP without a gate.
+        """
         if plan.factors is not None:
             gate, up = inner.chunk(2, dim=-1)
             inner = torch.cat((gate * plan.factors.gate, up), dim=-1)
@@ -451,11 +518,14 @@ class Decoder:
         return self.head_logits(x, tiling, **options)
 
     def head_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """Returns fp32 logits [..., V] of the head's product alone. `options` are those of `linear`."""
+        """Returns fp32 logits [..., V], the product of x with the LM head, unscaled.
+
+        `options` are those of `Ops.linear`, such as the final norm.
+        """
         return self._product(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
+        """Writes to `out` [R] the id below `limit` with the largest logit, for each of the hidden states [R, hidden].
 
         Of equal logits the lowest id is taken.
         """
@@ -466,20 +536,26 @@ class Decoder:
         self._raw_argmax(hidden, limit, tiling, out)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax of the logits before they are scaled."""
+        """Computes `argmax` of the logits before they are scaled."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         self.head_argmax(x, limit, tiling, out, work=self._work, **options)
 
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """Writes the argmax of the head's product, without the final norm. `options` are those of `Ops.argmax`."""
+        """Writes to `out` [R] the id below `limit` with the largest value in the product of x with the LM head.
+
+        `options` are those of `Ops.argmax`, such as the final norm.
+        """
         self.ops.argmax(x, self.weights.head, limit, tiling, out=out, **options)
 
     def _state(self, index: int, rule: StateRule, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes a recurrent layer before its output projection, [B, Q, rule.values]."""
+        """Computes the recurrent op of a layer before its output projection, [B, Q, rule.values].
+
+        `product` is the result of `_qkv`. The states of rows are read from the cache, and the new ones written to it.
+        """
         place, states, weights, ops = self._state_places[index], self.cache.states, layer.state, self.ops
         assert weights is not None, "the layer is recurrent"
-        assert states is not None, "so the model has states"
-        assert rows.state_rows is not None, "which rows have"
+        assert states is not None, "a model with a recurrent layer has a cache of states"
+        assert rows.state_rows is not None, "each row has a row of that cache"
         if isinstance(rule, DeltaRule) and rule.rank:
             product = self._with_gates(rule, weights, product, rows.tiling)
         slots = states.states[place], states.inputs[place], rows.state_rows, rows.positions, rows.write_mask
@@ -502,7 +578,10 @@ class Decoder:
     def _selected(
         self, rule: SelectiveRule, weights: StateWeights, x: Tensor, rows: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """Returns what `selective_scan` reads: x, B and C, each after its norm, and steps."""
+        """Returns the inputs of `Ops.selective_scan` (Mamba-1), computed from x, the result of its convolution.
+
+        They are x, normed B and normed C, joined along the last axis; and each channel's step before bias and softplus.
+        """
         assert weights.select is not None, "Mamba-1 has these weights"
         assert weights.step_out is not None, "Mamba-1 has these weights"
         parts = self.ops.linear(x, weights.select, None, rows.tiling).split(rule.selected, dim=-1)
@@ -514,16 +593,22 @@ class Decoder:
         return torch.cat((x, b, c), dim=-1), self.ops.linear(step, weights.step_out, None, rows.tiling)
 
     def _with_gates(self, rule: DeltaRule, weights: StateWeights, product: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the product that `delta_rule` reads, with decays and z made by their second products."""
-        assert weights.decay_out is not None, "so decays have two products"
-        assert weights.gate_out is not None, "and z has"
+        """Returns the input of `Ops.delta_rule` for a rule with `rank`, from `product`, the result of `_qkv`.
+
+        The second products of decays and of the gate z are computed here.
+        """
+        assert weights.decay_out is not None, "a rule with a rank has a second product of decays"
+        assert weights.gate_out is not None, "a rule with a rank has a second product of z"
         mixed, b, decays, gate = product.split([rule.channels, rule.value_heads, rule.rank, rule.rank], dim=-1)
         a = self._product(decays.contiguous(), weights.decay_out, None, tiling)
         z = self._product(gate.contiguous(), weights.gate_out, None, tiling)
         return torch.cat((mixed, z, b, a), dim=-1)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes attention before the output projection, with the output gate if the layer has one: [B, Q, H * D]."""
+        """Computes attention before the output projection, and the output gate if the layer has one: [B, Q, H * D].
+
+        `qkv` is the result of `_qkv`.
+        """
         plan = self.spec.plans[index]
         if plan.head_gate:
             heads = self.spec.num_heads
@@ -538,7 +623,7 @@ class Decoder:
         return self._attend_ungated(index, layer, qkv, rows)
 
     def _attend_ungated(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes attention without the output gate, with the plan's norms and rotation of heads."""
+        """Computes attention without the output gate: norms of queries and keys, rope, and attention over the cache."""
         plan = self.spec.plans[index]
         if plan.latent is not None:
             qkv = self._expanded(index, plan.latent, layer, qkv, rows.tiling)
@@ -557,7 +642,10 @@ class Decoder:
         return values
 
     def _expanded(self, index: int, latent: LatentPlan, layer: LayerWeights, product: Tensor, tiling: Tiling) -> Tensor:
-        """Returns q, k and v of all heads of a layer with latent attention. Values end with zeros."""
+        """Returns q, k and v of all heads of a layer with latent attention, from `product`, the result of `_qkv`.
+
+        Each head of v is padded with zeros to the size of a head of k.
+        """
         weights, heads = layer.latent, self.spec.heads_of(self.spec.plans[index])[0]
         assert weights is not None, "the layer has latent attention"
         sizes = [latent.q_rank or heads * latent.dim, latent.rank, latent.shared]
@@ -570,7 +658,8 @@ class Decoder:
         both = self._product(content.contiguous(), weights.expand, None, tiling, norm=norm)
         keys, values = both.split([heads * latent.plain, heads * latent.value], dim=-1)
         keys, values = (each.unflatten(-1, (heads, -1)) for each in (keys, values))
-        # rotated pairs are halves of a head apart, see `rope.head_order`
+        # kernels rotate element i of a head with element i + dim / 2, so each half of a head ends up with half of the
+        # rotated elements, see `rope.head_order`
         halves = 1 if self.spec.plans[index].rope is None else 2
         plain = keys.chunk(halves, dim=-1)
         rest = shared[..., None, :].expand(*shared.shape[:-1], heads, -1).chunk(halves, dim=-1)
@@ -579,14 +668,19 @@ class Decoder:
         return torch.cat((query, torch.cat(parts, dim=-1).flatten(-2), values.flatten(-2)), dim=-1)
 
     def _with_values(self, index: int, product: Tensor, lent: dict[int, Tensor]) -> Tensor:
-        """Returns q, k and v of a layer whose product may lack k and v, and whose values may be normed.
+        """Returns q, k and v of a layer: adds shared k and v (`LayerPlan.shares`), v = k, and the norm of v.
 
-        A layer that shares keys writes the same bits to the same places as the layer that it shares them with.
+        A layer with shared keys writes the same bits to the same cache pages as the layer that it shares them with.
+
+        Args:
+            index: index of the layer.
+            product: result of `_qkv`. Without k and v if they are shared.
+            lent: see `_layer`.
         """
         plan = self.spec.plans[index]
         _, kv_heads, dim = self.spec.heads_of(plan)
         if plan.shares is not None:
-            missing = product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)  # in a brief pass
+            missing = product.new_zeros(*product.shape[:-1], 2 * kv_heads * dim)  # `Ops.is_brief` skips the layer
             return torch.cat([product, lent.get(plan.shares, missing)], dim=-1)
         qkv = product
         if plan.value_norm or plan.value_is_key:
@@ -601,7 +695,10 @@ class Decoder:
         return qkv
 
     def _norms(self, index: int) -> HeadNorms | None:
-        """Returns the head norms that `attend` applies. None: there are none, or `attend` cannot apply them."""
+        """Returns the norms of query and key heads that `Ops.attend` computes.
+
+        None: the layer has no such norms, or another op computes them.
+        """
         plan, layer = self.spec.plans[index], self.weights.layers[index]
         if plan.qk_norm != "head" or plan.norm == "layer" or layer.q_norm is None:
             return None
@@ -618,7 +715,20 @@ class Decoder:
         rule: AttentionRule,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Computes attention of rows over a layer's cache, up to their own positions: [B, Q, H * D]."""
+        """Writes k and v to the layer's cache, and computes attention of each query up to its own position.
+
+        Args:
+            index: index of the layer.
+            qkv: [B, Q, (H + 2 Hkv) * D].
+            rows: the tokens of the pass.
+            rotation: tables with which q and k are rotated first. None: they are not rotated here.
+            norms: norms of query and key heads, computed first. None: they are not computed here.
+            rule: window, scale and softcap.
+            sinks: see `LayerWeights.sinks`.
+
+        Returns:
+            [B, Q, H * D].
+        """
         cos, sin = (None, None) if rotation is None else rotation
         # K/V are written before they are read, so a row reads the same blocks of keys whether they are new or old
         heads = self.spec.heads_of(self.spec.plans[index])
@@ -637,16 +747,17 @@ class Decoder:
             rule=rule,
             sinks=sinks,
             kv_scales=self.cache.scales_of(self._places[index]),
-            # kernels may write the result in the order of the fused tail's first product, which alone reads it then
+            # before a fused tail only the output projection reads the result, so a kernel may write it in the layout
+            # that this product reads
             product=self.weights.layers[index].o if self._fuses(self.spec.plans[index]) else None,
             tiling=rows.tiling,
         )
         return self.ops.attend(call, self._works[heads])
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Returns qkv with those norms of queries and keys that `attend` cannot apply.
+        """Returns qkv with normed queries and keys, for norms that `Ops.attend` cannot compute.
 
-        Rotates first if the norms come after rope.
+        If the norms come after rope, also rotates queries and keys.
         """
         spec = self.spec
         sizes = [spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim]
@@ -664,7 +775,7 @@ class Decoder:
         return torch.cat([*normed, value], dim=-1)
 
     def _scaled_queries(self, qkv: Tensor, factors: Tensor, positions: Tensor) -> Tensor:
-        """Returns qkv with the queries times the factor of their position. Rotating before or after gives the same."""
+        """Multiplies the queries in qkv by `factors` [positions] at their positions. Rope may come before or after."""
         heads = self.spec.num_heads * self.spec.head_dim
         at = positions.clamp(max=factors.shape[0] - 1)
         query = qkv[..., :heads] * factors[at][..., None].to(qkv.dtype)
@@ -672,7 +783,7 @@ class Decoder:
 
 
 def _row_factors(spec: ModelSpec, plan: LayerPlan, device: torch.device) -> Tensor:
-    """Returns the factors on the result of `_qkv` of a layer with attention and a state: fp32 [rows]."""
+    """Returns the factor on each output of `_qkv` for a layer with attention and a recurrent state: fp32 [outputs]."""
     factors, rule = plan.factors, plan.state
     assert factors is not None, "the layer has both"
     assert isinstance(rule, MambaRule), "the layer has both"

@@ -1,18 +1,19 @@
 """LAYER: a table with one row for each tensor of a decoder layer. MODEL: the same for tensors outside of layers.
 
-Shapes, stored names, slices of ranks, bytes and loaded fields are all read from these rows. A new tensor of a family
-needs one row here and one field of the weights below.
+Shapes, stored names, bytes, the slices that ranks load, and fields of loaded weights all come from these rows. A new
+tensor of a family needs one row here and one field of the weights below.
 
-Sizes are names of axes (`axes_of`). An axis has a number of elements, and a rule how ranks share them:
+A row gives the shape of its tensor as names of axes. `axes_of` has the axes of a layer. An axis has a number of
+elements, and a rule by which tensor-parallel ranks share them:
 
-| rule     | a rank's elements                                                              |
-|----------|--------------------------------------------------------------------------------|
-| whole    | all                                                                            |
-| heads    | an equal number of whole heads                                                 |
-| kv_heads | the same; with fewer heads than ranks, several ranks have the same head        |
-| even     | an equal number                                                                |
-| packed   | columns of experts, in ranges that packed weights keep together                |
-| vocab    | rows of the head, if every part of them has whole tiles of 16                  |
+| rule     | a rank's elements                                                                      |
+|----------|----------------------------------------------------------------------------------------|
+| whole    | all                                                                                    |
+| heads    | an equal number of whole heads                                                         |
+| kv_heads | the same; with fewer heads than ranks, several ranks have the same head                |
+| even     | an equal number                                                                        |
+| packed   | a range of an expert's columns, a multiple of the columns that kernels read together   |
+| vocab    | an equal number of rows of the LM head; all, if parts are not multiples of 16 rows     |
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ if TYPE_CHECKING:
 EMBED: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
 INPUTS: Final = "model.embed_tokens_per_layer.weight"
-CORRECTION: Final = "e_score_correction_bias"  # name of a correction of a router's scores
-CORRECTIONS: Final = (CORRECTION, "expert_bias")  # its names in all families
+CORRECTION: Final = "e_score_correction_bias"  # usual name of the correction that is added to a router's scores
+CORRECTIONS: Final = (CORRECTION, "expert_bias")  # all names of this correction
 SCALAR: Final = "layer_scalar"  # name of the factor on a layer's result
 GATE_UP: Final = ("gate_proj", "up_proj")  # names of the gate and up matrices of one expert
 DOWN: Final = "down_proj"
@@ -54,27 +55,27 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateWeights:
-    """Tensors of a recurrent layer besides its projections. See `StateRule` for sizes.
+    """Tensors of a recurrent layer besides its input and output projections. See `StateRule` for sizes.
 
     Fields that the rule does not need are None.
 
     Attributes:
         conv: [channels, 1, width], weights of the convolution.
         conv_bias: [channels].
-        decay: fp32 [value_heads], log A (`A_log` in checkpoints). Of Mamba-2: [heads], of Mamba-1: [channels,
-            state_dim]. step and skip are then [channels].
-        step: fp32 of the same shape, the bias that is added to a step (`dt_bias`); with `by_channel` fp32 [keys].
-        skip: fp32 [heads], factor of x in the result of Mamba-2 (`D`).
-        norm: [value_dim], weight of the gated norm. Of Mamba-2: [values].
-        gates: [2 * value_heads, hidden], the rows of b and a, if only these are not quantised. None: they are in
-            `LayerWeights.qkv`.
-        inner, out: first and last matrix of the state, if the layer also has attention. None: they are
+        decay: log A (`A_log` in checkpoints), fp32 [value_heads]. Mamba-2: [heads]. Mamba-1: [channels, state_dim].
+        step: bias of the time step (`dt_bias`), fp32 [value_heads], or [keys] with `by_channel`. Mamba-2: [heads].
+            Mamba-1: [channels].
+        skip: factor of x in the result of Mamba (`D`), fp32. Mamba-2: [heads]. Mamba-1: [channels].
+        norm: [value_dim], weight of the gated norm. Mamba-2: [values].
+        gates: [N, hidden], the second half of the input projections of a delta rule (b and a, with `by_channel` also
+            z), if it is not stored in the format of the first half. None: it is part of `LayerWeights.qkv`.
+        inner, out: input and output projection of the recurrent op, if the layer also has attention. None: they are
             `LayerWeights.qkv` and `LayerWeights.o`.
-        select: [rank + 2 * state_dim, channels], the product that makes steps, B and C of Mamba-1 from x.
-        step_out: [channels, rank], second product of steps.
-        step_norm, b_norm, c_norm: [rank], [state_dim] and [state_dim], weights of their norms.
-        decay_out, gate_out: [keys, rank] and [values, rank], second products of decays and of the gate z. None: these
-            are rows of `LayerWeights.qkv`.
+        select: [rank + 2 * state_dim, channels], the projection of x to the inner step, B and C of Mamba-1.
+        step_out: [channels, rank], the projection of the inner step to the steps of all channels.
+        step_norm, b_norm, c_norm: [rank], [state_dim] and [state_dim], weights of the norms of inner step, B and C.
+        decay_out, gate_out: [keys, rank] and [values, rank], second projections of decays and of the gate z. None:
+            they have one projection, in `LayerWeights.qkv`.
     """
 
     conv: Tensor
@@ -97,12 +98,13 @@ class StateWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LatentWeights:
-    """Tensors of latent attention besides its first and last product; `LatentPlan` has the sizes.
+    """Tensors of latent attention besides `qkv` and `o` of the layer; `LatentPlan` has the sizes and formulas.
 
     Attributes:
         norm: [rank], weight of the norm of c.
         expand: [H * (plain + value), rank], k1 of all heads and then v of all heads.
-        q_norm, q_expand: [q_rank] and [H * dim, q_rank]. None: queries have one product.
+        q_norm, q_expand: [q_rank] and [H * dim, q_rank], norm and second projection of queries. None: queries have one
+            projection.
     """
 
     norm: Tensor
@@ -123,11 +125,12 @@ class LayerWeights:
         attended_norm, mlp_norm: [hidden], weights of the norms of the outputs of attention and MLP.
         input_norm_bias, post_norm_bias: [hidden].
         qkv: [(H + 2 * Hkv) * D, hidden]: query rows first, then key, then value, then those of an output gate.
-            In a recurrent layer without attention [rows, hidden], with the rows of its rule. With latent attention
-            the rows of queries, or of their first product, then c and r. None: the layer has only an MLP.
+            In a recurrent layer without attention: [rows, hidden], the input projection of its rule. With latent
+            attention (`LatentPlan`): rows of q, or of the first projection of q, then c and r. None: the layer has
+            only an MLP.
         qkv_bias: bias of qkv.
         q_norm, k_norm: [D], or [H * D] and [Hkv * D] for a norm over all heads.
-        head_gate: [H, hidden], gates of the outputs of heads.
+        head_gate: [H, hidden], projection to the gate of each head's output.
         o: [hidden, H * D]; in a recurrent layer without attention [hidden, values].
         o_bias: [hidden].
         gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it.
@@ -138,8 +141,9 @@ class LayerWeights:
         latent: other tensors of latent attention. None: the layer has none.
         experts: weights of a mixture of experts. gate_up and down are then those of a shared expert. None: a dense MLP.
         sinks: [H], for each head the score of one more key without a value.
-        input_gate, input_projection: [inputs, hidden] and [hidden, inputs], of the layer's own input.
-        input_projected_norm: [hidden], of the norm of its result.
+        input_gate, input_projection: [inputs, hidden] and [hidden, inputs], gate and projection of the layer's own
+            input (`LayerPlan.inputs`).
+        input_projected_norm: [hidden], weight of the norm after input_projection.
         scalar: [1], the factor on the layer's result.
     """
 
@@ -173,18 +177,18 @@ class LayerWeights:
     def mlp(self) -> tuple[Weight, Weight]:
         """(gate_up, down) of a layer with a dense MLP or a shared expert."""
         assert self.gate_up is not None, "a mixture without a shared expert has no MLP"
-        assert self.down is not None, "gate_up does not come alone"
+        assert self.down is not None, "a layer with gate_up has down"
         return self.gate_up, self.down
 
     @property
     def mixer(self) -> tuple[Weight, Weight]:
         """(qkv, o) of a layer with attention or a state."""
         assert self.qkv is not None, "the layer has more than an MLP"
-        assert self.o is not None, "qkv does not come alone"
+        assert self.o is not None, "a layer with qkv has o"
         return self.qkv, self.o
 
     def matrix(self, place: str) -> Weight | None:
-        """Returns the matrix in a field, or in a part of it ("state.gates"). None if there is none."""
+        """Returns the matrix in a field, such as "qkv" or "state.gates". None: the layer has no matrix there."""
         found: object = self
         for name in place.split("."):
             found = getattr(found, name, None)
@@ -193,12 +197,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputWeights:
-    """Weights that make the inputs of all layers, for L layers with inputs of P elements.
+    """Weights from which the inputs of all layers are computed (Gemma 4), for L layers with inputs of P elements.
 
     Attributes:
-        embed: [V, L * P].
-        projection: [L * P, hidden].
-        norm: [P].
+        embed: [V, L * P], an embedding with the inputs of all layers.
+        projection: [L * P, hidden], projection of the usual embedding of a token.
+        norm: [P], weight of the norm after the projection.
     """
 
     embed: Weight
@@ -212,8 +216,8 @@ class DecoderWeights:
 
     Attributes:
         embed, head: [V, hidden]. `head is embed` if they are tied.
-        norm, norm_bias: [hidden], of the norm before the head.
-        inputs: for layers with inputs. None: there are none.
+        norm, norm_bias: [hidden], weight and bias of the norm before the head.
+        inputs: weights from which the inputs of layers are computed. None: layers have no inputs.
     """
 
     embed: Weight
@@ -224,7 +228,7 @@ class DecoderWeights:
     inputs: InputWeights | None = None
 
     def nbytes(self) -> int:
-        """Bytes of device memory. A tied head counts once."""
+        """Returns the bytes of device memory. A tied head counts once."""
         return sum(each.nbytes for each in self._held())
 
     def matrices(self) -> list[Weight]:
@@ -250,8 +254,8 @@ class Axis(NamedTuple):
 
     Attributes:
         units: number of units, such as heads, on all ranks together.
-        rule: see the table above.
-        each: elements of a unit.
+        rule: see the table at the top of this module.
+        each: number of elements in a unit.
     """
 
     units: int
@@ -264,10 +268,11 @@ class Axis(NamedTuple):
         return self.units * self.each
 
     def part(self, share: RankShare, unit: int = 1) -> Cut:
-        """Returns the elements of one rank.
+        """Returns the range of elements that one rank has.
 
         Args:
-            unit: elements of a "packed" axis that stay together.
+            share: the rank.
+            unit: the range of a "packed" axis is a multiple of this number.
         """
         if self.rule == "whole":
             return Cut(0, self.size)
@@ -280,15 +285,15 @@ class Axis(NamedTuple):
         return Cut(found.start * self.each, found.stop * self.each)
 
     def piece(self, parts: int) -> int:
-        """Returns the elements of one product, if bits must not depend on the number of ranks.
+        """Returns how many elements one matrix product computes, if bits must not depend on the number of ranks.
 
-        This is one head, or one of `parts` equal parts.
+        This is one head, or one of `parts` equal parts of the axis. For `parts` see `RankShare`.
         """
         return self.each if self.rule in ("heads", "kv_heads") else self.size // parts
 
 
 class Slice(NamedTuple):
-    """Part of a tensor that a rank reads: ranges of rows, stacked, and a range of columns. None: all."""
+    """Part of a tensor that a rank loads: ranges of rows, which are stacked, and a range of columns. None: all."""
 
     rows: tuple[Cut, ...]
     columns: Cut | None = None
@@ -318,20 +323,22 @@ class TableRow:
         name: name of the row, with which `ModelFamily.names` renames its stored tensors.
         stored: names in a checkpoint, without the layer's prefix and `leaf`; {} is the number of an expert. Without
             names the row is not used.
-        rows: axes of the fused rows, in the order of the checkpoint. Each group of axes is in one stored tensor.
+        rows: axes along the first dimension. Each entry has the axis, or the axes, of one stored tensor. A family may
+            store all of them in one tensor.
         columns: axes of the other dimensions.
         kind: "matrix": a `Weight`. "stack": the same matrix of all experts. "vector": in the model's dtype. "norm":
             in `ModelSpec.norm_dtype`. "exact": in fp32.
-        when: condition on the plan under which the layer has this tensor.
-        bias: condition under which each stored tensor has a bias; its field is `<field>_bias`.
-        order: stored row of each row in the field. None: as stored.
+        when: function of a plan that is true if the layer has this tensor.
+        bias: function of a plan that is true if each stored tensor has a bias. The field of biases is `<field>_bias`.
+        order: function that returns the index of the stored row for each row of the loaded tensor. None: as stored.
         field: field of `LayerWeights`, or of a part of it ("experts.router"). Empty: the name of the row.
         leaf: last part of stored names.
         gated: True if the first half of the rows is a gate, for plans whose MLP has one.
-        tree: True if sums over the columns of all ranks are one tree; see `Weight`.
-        apart: field for the last rows (b and a), if these are not quantised but the others are.
-        joins: name of the row with the routed experts' tensors. This tensor of a shared expert may be stored there as
-            one more expert.
+        tree: see `Weight.tree`.
+        apart: field for the second half of the stored tensors, if it is not stored in the format of the first half.
+            Empty: all have one format.
+        joins: for a tensor of a shared expert, name of the row with the same tensor of routed experts. It may be loaded
+            into that row's weight, as one more expert.
         mixed: True if rows of several axes are stored together, head by head. Ranks then split these axes together.
     """
 
@@ -353,12 +360,12 @@ class TableRow:
 
     @property
     def place(self) -> str:
-        """The field that holds it."""
+        """Field of `LayerWeights` into which the tensor is loaded."""
         return self.field or self.name
 
     @property
     def takes_shared(self) -> bool:
-        """True if tensors of a shared expert may be added to it."""
+        """True if the tensor of a shared expert may be loaded into this row's weight, see `joins`."""
         return any(row.joins == self.name for row in LAYER)
 
     @property
@@ -373,18 +380,18 @@ class TableRow:
         return "columns" if self.columns and axes[self.columns[0]].rule != "whole" else None
 
     def names(self, renamed: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-        """Returns stored names, without `leaf`, in a family that renames some rows."""
+        """Returns the row's stored names, without `leaf`. For `renamed` see `ModelFamily.names`."""
         return renamed.get(self.name, self.stored)
 
     def groups(self, stored: int) -> tuple[tuple[str, ...], ...]:
-        """Returns the axes of the rows of each of `stored` stored tensors."""
+        """Returns the row axes of each stored tensor, if there are `stored` of them."""
         if stored == len(self.rows):
             return tuple((part,) if isinstance(part, str) else part for part in self.rows)
         return (self.axes,)
 
 
 def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """Returns the stored row of each row of q, k, v and output gate. None: as stored.
+    """Returns the index of the stored row for each loaded row of q, k, v and output gate. None: as stored.
 
     With an output gate, the stored q rows are query and gate for each head. The fused matrix has all gates last.
     """
@@ -408,17 +415,20 @@ def _head_norm_order(spec: ModelSpec, plan: LayerPlan, heads: int) -> list[int] 
 
 
 def q_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """Returns the stored element of each element of q_norm. None: as stored."""
+    """Returns the index of the stored element for each loaded element of q_norm. None: as stored."""
     return _head_norm_order(spec, plan, spec.num_heads)
 
 
 def k_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """Returns the stored element of each element of k_norm. None: as stored."""
+    """Returns the index of the stored element for each loaded element of k_norm. None: as stored."""
     return _head_norm_order(spec, plan, spec.num_kv_heads)
 
 
 def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
-    """Returns the stored row of each row of q, k, v, z, b and a, which are stored grouped by key head."""
+    """Returns the index of the stored row for each loaded row of q, k, v, z, b and a.
+
+    They are stored grouped by key head: first q, k, v and z of each group, then b and a of each group.
+    """
     rule = plan.state
     assert isinstance(rule, DeltaRule), "the layer has the gated delta rule"
     served = rule.value_heads // rule.key_heads
@@ -426,11 +436,11 @@ def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
     each = 2 * rule.key_dim + 2 * own
 
     def of_heads(start: int, size: int) -> list[int]:
-        """Returns rows start..start+size-1 of every key head."""
+        """Returns the stored rows start..start+size-1 of q, k, v and z of each group."""
         return [head * each + at for head in range(rule.key_heads) for at in range(start, start + size)]
 
     def gates(start: int) -> list[int]:
-        """Returns the rows of b or a of every value head."""
+        """Returns the stored rows of b (`start` 0) or of a (`start` = served) in all groups."""
         first = rule.key_heads * each
         return [first + head * 2 * served + at for head in range(rule.key_heads) for at in range(start, start + served)]
 
@@ -440,7 +450,10 @@ def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
 
 
 def latent_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """Returns the stored row of each row of q, c and r. None: as stored. q2 comes last in a stored head."""
+    """Returns the index of the stored row for each loaded row of q, c and r (`LatentPlan`). None: as stored.
+
+    With two products of queries, the rows of the first one take the place of q.
+    """
     latent, order = plan.latent, _latent_head_order(spec, plan)
     assert latent is not None, "the layer has latent attention"
     if order is None or latent.q_rank:
@@ -450,7 +463,7 @@ def latent_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
 
 
 def _shared_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
-    """Returns the stored row of each row of r."""
+    """Returns the index of the stored row for each loaded row of r."""
     latent, order = plan.latent, _latent_head_order(spec, plan)
     assert latent is not None
     assert order is not None
@@ -459,14 +472,14 @@ def _shared_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
 
 
 def latent_q_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """Returns the stored row of each row of the second product of queries. None: as stored."""
+    """Returns the index of the stored row for each loaded row of the second projection of queries. None: as stored."""
     order = _latent_head_order(spec, plan)
     assert plan.latent is not None
     return order and [head * plan.latent.dim + at for head in range(spec.num_heads) for at in order]
 
 
 def latent_expand_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
-    """Returns the stored row of each row of k1 and v, which are stored head by head."""
+    """Returns the index of the stored row for each loaded row of k1 and v, which are stored head by head."""
     latent = plan.latent
     assert latent is not None, "the layer has latent attention"
     each, heads = latent.plain + latent.value, range(spec.num_heads)
@@ -475,9 +488,9 @@ def latent_expand_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
 
 
 def _latent_head_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
-    """Returns the stored element of each element of a query head. None: as stored.
+    """Returns the index of the stored element for each loaded element of a query head. None: as stored.
 
-    `ModelSpec.head_order` is that of heads whose rotated elements come first.
+    `ModelSpec.head_order` is for heads whose rotated elements are stored first. Here they are stored last.
     """
     if plan.rope is None or spec.head_order is None or plan.latent is None:
         return None
@@ -526,7 +539,7 @@ def _shows_k(plan: LayerPlan) -> bool:
 
 
 def _asks(name: str) -> Condition:
-    """Returns a condition that is true if a field of the `ExpertsPlan` is set."""
+    """Returns a condition that is true if the field `name` of the `ExpertsPlan` is set."""
     return lambda plan: bool(getattr(plan.experts, name))
 
 
@@ -853,6 +866,8 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
     """Returns the axes of a layer by their names in the table.
 
     Args:
+        spec: spec of the model.
+        plan: plan of the layer.
         reads: input width of the first product of the layer. None: hidden_size.
     """
     heads, kv_heads, dim = spec.heads_of(plan)
@@ -939,7 +954,7 @@ class StoredTensor(NamedTuple):
         return (sum(axis.size for axis in self.rows), *(axis.size for axis in self.columns))
 
     def part(self, share: RankShare, unit: int) -> Slice | None:
-        """Returns the slice that a rank reads. None: the whole tensor."""
+        """Returns the slice that a rank loads. None: the whole tensor. For `unit` see `Axis.part`."""
         if any(axis.rule != "whole" for axis in self.rows):
             if self.mixed:
                 return Slice((share.cut(self.shape[0]),))
@@ -952,7 +967,7 @@ class StoredTensor(NamedTuple):
 
 
 def rows_of(spec: ModelSpec, plan: LayerPlan) -> tuple[TableRow, ...]:
-    """Returns the rows of the table that a layer has."""
+    """Returns the rows of `LAYER` whose tensors a layer has."""
     return tuple(row for row in LAYER if row.when(plan) and row.names(spec.names))
 
 
@@ -989,21 +1004,22 @@ def _by_layer(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def tensor_shapes(spec: ModelSpec) -> Shapes:
-    """Yields name and shape of every tensor that a checkpoint of this spec must have. Includes the head unless tied."""
+    """Returns the shape of every tensor that a checkpoint of this spec must have, by name. A tied head is left out."""
     return {name: tensor.shape for name, tensor in _by_layer(spec)}
 
 
 def layer_shapes(spec: ModelSpec, layer: int, prefix: str, reads: int) -> Shapes:
-    """Yields name and shape of every tensor of one layer, with a prefix. `reads`: see `axes_of`."""
+    """Returns the shape of every tensor of one layer, by its name after `prefix`. For `reads` see `axes_of`."""
     return {f"{prefix}{tensor.name}": tensor.shape for tensor in stored_tensors(spec, spec.plans[layer], reads)}
 
 
 def slices_of(spec: ModelSpec, share: RankShare, unit: int = 1) -> dict[str, Slice]:
-    """Returns the slices that a rank reads, by tensor name. Tensors that are not split have no entry.
+    """Returns the slices that a rank loads, by tensor name. Tensors that are not split have no entry.
 
     Args:
         spec: spec of the whole model.
-        unit: columns of experts that stay together.
+        share: the rank.
+        unit: see `Axis.part`.
     """
     found = ((name, tensor.part(share, unit)) for name, tensor in _by_layer(spec))
     return {name: part for name, part in found if part is not None}
@@ -1016,11 +1032,14 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
 
 
 def pieces_of(row: TableRow, spec: ModelSpec, plan: LayerPlan, own: Mapping[str, Axis], parts: int) -> list[int]:
-    """Returns the rows of each product that a rank makes of a field, if bits must not depend on the number of ranks.
+    """Returns the number of rows of each piece into which a rank splits a weight, to multiply each piece separately.
+
+    The shapes of the pieces are the same for any number of ranks, so bits do not depend on that number.
 
     Args:
-        spec, plan: those of the whole model.
-        own: axes of this rank.
+        row: row of the table for the weight.
+        spec, plan: spec and layer plan of the whole model.
+        own: axes of this rank's part of the layer.
         parts: see `RankShare`.
     """
     whole = axes_of(spec, plan)

@@ -1,4 +1,7 @@
-"""Decoder that is split over ranks: each has some heads, some columns of the MLP, and some rows of the head."""
+"""Decoder that is split over tensor-parallel ranks.
+
+Each rank has some attention heads, some columns of the MLP, and some rows of the LM head.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ from fastspec.shapes import Tiling
 
 
 class Pieces(NamedTuple):
-    """One weight as several products, whose shapes do not depend on the number of ranks.
+    """Pieces into which a rank's weight is split by rows or by columns. Each piece is multiplied separately.
 
     Attributes:
-        rows: the weight split by rows; one element if it is not split.
-        columns: the weight split by ranges of K; one element if it is not split.
+        rows: pieces of a weight that is split by rows, or the whole weight. Empty for o and down projections.
+        columns: range of K and piece, for o and down projections. Empty for other weights.
     """
 
     rows: tuple[Weight, ...]
@@ -40,15 +43,15 @@ class Pieces(NamedTuple):
 class ParallelDecoder(Decoder):
     """One rank's part of a decoder. All ranks make the same calls, and get the same bits.
 
-    K of o and down is split into `RankShare.parts`. The sums of parts are one binary tree, of which this rank has a
-    subtree. If bits must not depend on the number of ranks, rows are also multiplied in pieces. Then every product has
-    the same shape on any number of ranks.
+    K of the o and down projections is split into `RankShare.parts` parts. Partial sums of the parts are added as one
+    binary tree, of which this rank computes a subtree. With `RankShare.one_tree` the rows of other weights are also
+    split into pieces. Then every product has the same shape on any number of ranks, so bits do not depend on it.
 
     Args:
         spec: spec of this rank's part.
         weights, cache, ops, **sizes: see Decoder.
-        sliced: describes the part.
-        exchange: exchange between the ranks.
+        sliced: this rank, and the spec of the whole model.
+        exchange: all-reduce and all-gather between the ranks.
     """
 
     def __init__(
@@ -65,19 +68,25 @@ class ParallelDecoder(Decoder):
         super().__init__(spec, weights, cache, ops, **sizes)
         self._share, self.exchange = sliced.share, exchange
         self._reduce = RankSums(exchange)
-        # codes are not split into pieces
+        # a tied embedding of quantised codes is not split; every rank then computes all logits
         shared_codes = weights.head is weights.embed and weights.head.codes is not None
         self._splits_vocab = sliced.share.splits_vocab(spec.vocab_size) and not shared_codes
         self._head = _head(weights, spec, sliced.share) if self._splits_vocab else weights.head
         self._pieces: dict[int, Pieces] = {}
-        self._experts: dict[int, list[ExpertWeights]] = {}  # by layer: the experts of each of this rank's parts
+        self._experts: dict[int, list[ExpertWeights]] = {}  # id of a layer -> experts for each of this rank's parts
         for plan, whole, layer in zip(spec.plans, sliced.spec.plans, weights.layers, strict=True):
             self._split_layer(plan, whole, layer, sliced.spec)
         rows = spec.vocab_size if self._splits_vocab else self._head.shape[0] * sliced.share.parts
         self._pieces[id(self._head)] = self._rows_of(self._head, rows // sliced.share.parts)
 
     def _split_layer(self, plan: LayerPlan, whole: LayerPlan, layer: LayerWeights, spec: ModelSpec) -> None:
-        """Splits a layer's matrices into pieces. `whole` and `spec` are those of the whole model."""
+        """Splits the matrices of a layer into `Pieces`.
+
+        Args:
+            plan, layer: plan and weights of this rank's part of the layer.
+            whole: plan of the whole layer.
+            spec: spec of the whole model.
+        """
         own, share = axes_of(self.spec, plan), self._share
         for row in rows_of(self.spec, plan):
             weight, gates, cut = layer.matrix(row.place), layer.matrix(row.apart), row.cut(own)
@@ -87,7 +96,7 @@ class ParallelDecoder(Decoder):
                 self._pieces[id(weight)] = self._columns_of(weight)
                 continue
             sizes = pieces_of(row, spec, whole, own, share.parts)
-            if gates is not None:  # the last rows of every part
+            if gates is not None:  # a separate weight has the last pieces
                 last = next(at for at in range(len(sizes)) if sum(sizes[at:]) == gates.shape[0])
                 self._pieces[id(gates)] = self._rows_of(gates, sizes[last:])
                 sizes = sizes[:last]
@@ -96,7 +105,10 @@ class ParallelDecoder(Decoder):
             self._experts[id(layer)] = self._experts_of(layer.experts, plan.experts.width)
 
     def _experts_of(self, weights: ExpertWeights, width: int) -> list[ExpertWeights]:
-        """Returns the experts for each of this rank's parts of their columns. Only one part has the bias."""
+        """Splits the intermediate size `width` of experts into this rank's parts.
+
+        Outputs of all parts are added, so only the first part of rank 0 has the bias of the down projection.
+        """
         if self._share.own_parts == 1:
             parts = [weights]
         else:
@@ -105,25 +117,28 @@ class ParallelDecoder(Decoder):
         return parts[:first] + [replace(part, down_bias=None) for part in parts[first:]]
 
     def _rows_of(self, weight: Weight, rows: int | list[int]) -> Pieces:
-        """Returns a weight in pieces of these rows. Returns one piece if bits may depend on the number of ranks."""
+        """Splits a weight into pieces of `rows` rows. Without `RankShare.one_tree` it stays one piece.
+
+        A list has the number of rows of each piece.
+        """
         if not self._share.one_tree:
             return Pieces((weight,), ())
         return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())
 
     def _columns_of(self, weight: Weight) -> Pieces:
-        """Returns a weight split into this rank's parts of K."""
+        """Splits the columns of a weight into this rank's parts of K."""
         k = weight.shape[1]
         if self._share.own_parts == 1:
             return Pieces((), ((Cut(0, k), weight),))
         return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in self._parts_of(k)))
 
     def _parts_of(self, k: int) -> list[Cut]:
-        """Returns the range of each part of K."""
+        """Returns the range of each of this rank's parts of `k` columns."""
         own = self._share.own_parts
         return [Cut(part * k // own, (part + 1) * k // own) for part in range(own)]
 
     def _fuses(self, plan: LayerPlan) -> bool:
-        return super()._fuses(plan) and not self._share.one_tree  # with one_tree, products are made in pieces
+        return super()._fuses(plan) and not self._share.one_tree  # with one_tree, weights are multiplied in pieces
 
     def _product(self, x: Tensor, weight: Weight, bias: Tensor | None, tiling: Tiling, **options: Any) -> Tensor:
         pieces = self._pieces[id(weight)].rows if id(weight) in self._pieces else ()
@@ -140,7 +155,10 @@ class ParallelDecoder(Decoder):
         norm: tuple[Tensor, float] | None = None,
         **options: Any,
     ) -> list[Tensor]:
-        """Computes the product with each piece of a weight's rows."""
+        """Returns the product of x with each piece of a weight that is split by rows.
+
+        `norm` has weight and epsilon of an RMSNorm that is applied to x first. `options` are those of `Ops.linear`.
+        """
         pieces = self._pieces[id(weight)].rows
         if norm is not None:
             x = reference.rms_norm(x, *norm)
@@ -184,9 +202,9 @@ class ParallelDecoder(Decoder):
         return x + self._residual_branch(plan, added, norm, scale)
 
     def _partials(self, given: Tensor, weight: Weight, tiling: Tiling) -> list[Tensor]:
-        """Returns an fp32 product for each of this rank's parts of K.
+        """Returns the fp32 partial sum of `given` weight^T over each of this rank's parts of K.
 
-        A part of K is a range of columns of `given` and `weight`.
+        K is the last axis of `given`, and the columns of `weight`.
         """
         own, made = given.shape[-1], []
         for cut, piece in self._pieces[id(weight)].columns:
@@ -199,8 +217,8 @@ class ParallelDecoder(Decoder):
     ) -> tuple[Tensor, Tensor | None]:
         """Computes `Decoder._experts_tail`. Every rank has the whole router, and some columns of each expert.
 
-        The outputs of a row's experts are added in fp32 for each part of the columns, and the parts are added as a
-        tree.
+        For each part of the columns, the outputs of a token's experts are added in fp32. Then the sums of all parts are
+        added as a tree.
         """
         plan, layer, size = self.spec.plans[index], self.weights.layers[index], self._share
         experts, weights = plan.experts, layer.experts
@@ -227,7 +245,7 @@ class ParallelDecoder(Decoder):
         return self.exchange.added(tree_sum(partial), None, x), None  # the next norm needs the sum over all ranks
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Norms queries and keys. For a norm over all heads, the ranks first gather the heads."""
+        """Computes `Decoder._normed_heads`. If one norm is over all heads, ranks first gather q and k of all heads."""
         if plan.qk_norm != "projection" or self._share.size == 1:
             return super()._normed_heads(plan, layer, qkv, positions)
         assert layer.q_norm is not None
@@ -249,15 +267,16 @@ class ParallelDecoder(Decoder):
         return self.exchange.gather(logits) if self._splits_vocab else logits
 
     def _own_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """Returns fp32 logits of this rank's ids."""
+        """Returns fp32 logits of the token ids of this rank's part of the vocabulary."""
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """Returns keys of the largest logits of hidden [B, Q, hidden].
+        """Returns the largest logit of each rank's part of the vocabulary, for hidden states [B, Q, hidden].
 
         Ranks exchange 8 bytes per position instead of logits.
 
-        None if keys cannot replace the logits: if logits are scaled, or if each rank has all of them.
+        None if a step must compute the logits: they are scaled, each rank has all of them, or on a GPU the LM head is
+        not packed.
         """
         scales, packed = self.spec.scales, self._head.format != "rows" or not hidden.is_cuda
         if scales.logits != 1.0 or scales.softcap is not None or not self._splits_vocab or not packed:
@@ -268,9 +287,9 @@ class ParallelDecoder(Decoder):
         return PartKeys(of_all.view(torch.int64).unflatten(0, hidden.shape[:2]), self._head.shape[0])
 
     def _own_keys(self, x: Tensor, limit: int, tiling: Tiling, work: Any, **options: Any) -> Tensor:
-        """Computes this rank's first `limit` logits of x [R, hidden].
+        """Returns the key of the largest of this rank's first `limit` logits, for each row of x [R, hidden].
 
-        Returns their argmax keys, uint64 [R]; see `reference.keys_of`.
+        Keys are uint64 [R]; see `reference.keys_of`. `options` are those of `Ops.argmax`, such as the final norm.
         """
         keys = torch.empty(len(x), dtype=torch.uint64, device=x.device)
         if len(self._pieces[id(self._head)].rows) == 1:
@@ -290,7 +309,7 @@ class ParallelDecoder(Decoder):
 
 
 def _head(weights: DecoderWeights, spec: ModelSpec, share: RankShare) -> Weight:
-    """Returns this rank's rows of the head; views of the embedding if it is tied."""
+    """Returns this rank's rows of the LM head. They are a view of the embedding if the head is tied."""
     if weights.head is not weights.embed:
         return weights.head
     if share.size == 1:
