@@ -1,4 +1,4 @@
-"""Supported families; each file has related ones. To add one, write its file and add a line to the table here."""
+"""Table of the supported model families. To add a family, write its file and add a line to the table here."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "kimi_linear": KIMI_LINEAR,
     "bailing_hybrid": BAILING_HYBRID,
 }
-"""By the config's `model_type`."""
+"""Families by the `model_type` of their configs."""
 
 
 def runs_natively(config: Any) -> bool:

@@ -1,4 +1,7 @@
-"""EXAONE 4: head norms, and norms only after attention and MLP. If some layers have windows, only those have rope."""
+"""EXAONE 4: norms come after attention and MLP, none before. Each head of queries and keys is normed.
+
+If some layers have windows, only those have rope.
+"""
 
 from __future__ import annotations
 

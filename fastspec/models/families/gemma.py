@@ -1,12 +1,14 @@
-"""Gemma 2: norms 1 + w before and after attention and MLP, softcaps of scores and logits, windows in every other layer.
+"""Gemma 2: norms with the factor 1 + weight before and after attention and MLP, windows in every other layer.
 
-Gemma 3 (text model): no softcap of scores, head norms, and a different rope for layers with and without a window. From
-4B on, `gemma3` is the text part of a model that also reads images.
+Attention scores and logits have softcaps.
 
-Gemma 4 (text model): local and global layers whose heads differ, and layers that read the keys of earlier ones. Global
-layers have wider heads, fewer KV heads, and may use keys as values. Small sizes have an input of their own in each
-layer, made from a second embedding. Every layer's result is multiplied by a stored number. A size with experts beside
-its MLP runs by transformers' own module.
+Gemma 3 (text model): no softcap of scores, norms of query and key heads, and a different rope for layers with and
+without a window. From 4B on, `gemma3` is the text part of a model that also reads images.
+
+Gemma 4 (text model): layers with a window and layers without one have different heads. Layers without a window have
+wider heads, fewer KV heads, and may use keys as values. The last layers may read keys and values of earlier ones. Small
+models have a second embedding, which gives each layer an input of its own. Every layer's result is multiplied by a
+stored number. A model with experts beside its MLP is run by transformers' own module.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _inputs(fields: ConfigFields) -> int:
-    """Returns the elements of each layer's own input; 0 if the size has none."""
+    """Returns the elements of each layer's own input per token. 0: this model has no such inputs."""
     inputs = fields.count("hidden_size_per_layer_input", 2**20, 0) if fields.get("hidden_size_per_layer_input") else 0
     rows = fields.get("vocab_size_per_layer_input")
     if inputs and rows != fields.size("vocab_size"):
@@ -97,7 +99,7 @@ def _inputs(fields: ConfigFields) -> int:
 
 
 def _heads(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, int | None], ...]:
-    """Returns (KV heads, head_dim) of each layer; None where they are those of the model."""
+    """Returns (KV heads, head_dim) of each layer. None: the number is that of the model."""
     config, kinds = fields.config, fields.layer_types(layers) or ()
     own = getattr(config, "per_layer_config", None)
     if own is None:  # transformers before 5.20 has fields for global layers
@@ -120,7 +122,13 @@ def _heads(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, int | N
 
 
 def _source(fields: ConfigFields, windows: tuple[int | None, ...], window: int | None) -> int:
-    """Returns the last layer of the same type that has keys of its own."""
+    """Returns the layer whose keys and values a later layer reads: the last one of the same type.
+
+    Args:
+        fields: fields of the config, for errors.
+        windows: windows of the layers that have keys of their own.
+        window: window of the layer that has none.
+    """
     same = [layer for layer, other in enumerate(windows) if (other is None) == (window is None)]
     if not same:
         shared = fields.get("num_kv_shared_layers")
@@ -129,7 +137,7 @@ def _source(fields: ConfigFields, windows: tuple[int | None, ...], window: int |
 
 
 def _hosts(config: object) -> bool:
-    """True for a size with experts, and for attention in both directions."""
+    """True for a config with experts, or in which queries also attend to later tokens."""
     return (
         bool(getattr(config, "enable_moe_block", False))
         or getattr(config, "use_bidirectional_attention", None) == "all"

@@ -1,7 +1,9 @@
-"""Granite 3: Llama with factors on embedding, scores, and outputs of attention and MLP. Logits are divided by a factor.
+"""Granite 3: Llama with factors on embedding, attention scores, and outputs of attention and MLP.
 
-Granite 4: the same, with other names for its MLP, and with or without rope. Some or all of its layers may have Mamba-2
-in place of attention (4-H), and routed experts beside the MLP.
+Logits are divided by a factor.
+
+Granite 4: the same, with other tensor names in its MLP, and with or without rope. Some or all of its layers may have
+Mamba-2 in place of attention (4-H), and routed experts beside the MLP.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    """Makes plans in which three of four layers have a window, and a different rope than the others."""
+    """Returns the plans of OLMo 3, whose layers with a window have a rope of their own."""
     plan = _plan(fields)
     return tuple(
         replace(plan, window=window, rope=0 if window is None else 1)

@@ -1,6 +1,6 @@
 """Phi-3 and 4: Llama with q, k and v in one matrix, and gate and up in one.
 
-Rope on a part of each head, or longrope.
+Some models rotate only a part of each head, and some have longrope.
 """
 
 from __future__ import annotations

@@ -57,14 +57,14 @@ class ExpertsPlan:
 
 @dataclass(frozen=True, slots=True)
 class BranchFactors:
-    """Factors inside a layer that has attention and a state (Falcon-H1).
+    """Factors inside a layer that has attention and a recurrent state (Falcon-H1).
 
     Attributes:
         attention: factor on the input of attention, and so on queries, keys and values.
         key: factor on keys.
         attended: factor on the output of attention.
-        state: factors on z, x, B, C and the steps.
-        stated: factor on the output of the state.
+        state: factors on z, x, B, C and the time steps of the recurrent op.
+        stated: factor on the output of the recurrent op.
         gate: factor on the gate of the MLP, before its activation.
         down: factor on the output of the MLP.
     """
@@ -85,7 +85,7 @@ class LatentPlan:
         q = h Wq [with q_rank: norm(h Wq_in) Wq_out], for each head [q1 q2]
         c, r = h Wkv;   k1, v = norm(c) Wkv_out, for each head;   k = [k1 r], with the same r in all heads
 
-    rope rotates only q2 and r. Pages hold k, and v with zeros up to its length.
+    rope rotates only q2 and r. KV cache pages hold k, and v padded with zeros to the length of k.
 
     Attributes:
         rank: elements of c.
@@ -127,11 +127,11 @@ class LayerPlan:
         m = (f(g) * u) Wdown [+ bias] [without gated: f(h Wup) Wdown], m = norm(m) [with post_norm]
             [with experts: see `ExpertsPlan`]
         x = x + residual_scale * m
-        x = x + norm(f(x Wgate) * inputs) Wproj) [with inputs: the layer's part of the inputs of all layers]
+        x = x + norm((f(x Wgate) * inputs) Wproj) [with inputs: the layer's part of the inputs of all layers]
         x = scalar * x [with scaled]
 
-    A layer may have attention beside a state, which read the same h; `factors` then has their factors. It may have
-    only the part before the MLP, or only the MLP.
+    A layer may have attention and a recurrent state side by side. Both read the same h, and `factors` has their
+    factors. A layer may also have no MLP, or only an MLP.
 
     Attributes:
         window: number of newest keys that a query sees, including its own. None: all.
@@ -140,8 +140,8 @@ class LayerPlan:
         qkv_bias: True if q, k and v projections have a bias.
         o_bias: True if the output projection has a bias.
         mlp_bias: True if gate, up and down projections have a bias.
-        qk_norm: norm of queries and keys: for each head, before or after rope, or over all heads as one vector, before
-            rope. None: no norm.
+        qk_norm: norm of queries and keys. "head": of each head, before rope. "head_after_rope": of each head, after
+            rope. "projection": of all heads as one vector, before rope. None: no norm.
         rope: index of the rotary table in `ModelSpec.ropes`. None: no rotation.
         norm: type of all norms of the layer. The last layer's type is also that of the norm before the head.
             "rms": RMSNorm, rounded before the product with its weight. "rms_fp32": rounded after it.
@@ -150,7 +150,7 @@ class LayerPlan:
         pre_norm: True if there are norms before attention and MLP.
         post_norm: True if there are norms of the outputs of attention and MLP.
         parallel: True if attention and MLP read the same norm of x. Needs pre_norm, without post_norm.
-        activation: f.
+        activation: f, the activation of the MLP.
         gated: True if the MLP has a gate.
         residual_scale: factor on the outputs of attention and MLP.
         output_gate: True if the output of attention is multiplied by sigmoid(gate), element by element. For each head,
@@ -158,8 +158,8 @@ class LayerPlan:
         head_gate: True if the output of each attention head is multiplied by sigmoid(h Wg), one number per head.
         attends: True if the layer has attention.
         state: kind and sizes of its recurrent state. None: it has none.
-        state_bias: True if the projections before and after the state have a bias.
-        conv_bias: True if the convolution of the state has a bias.
+        state_bias: True if the input and output projections of the recurrent op have a bias.
+        conv_bias: True if the convolution of the recurrent op has a bias.
         factors: factors of a layer with attention and a state. None: all are 1.
         feeds: True if the layer has an MLP or experts.
         sinks: True if every head has an attention sink: one more key, with a learned score and no value (gpt-oss).
@@ -242,7 +242,7 @@ class LayerPlan:
 
     @property
     def mixes(self) -> bool:
-        """True if the layer has attention or a state, and so a product before them."""
+        """True if the layer has attention or a recurrent state. False: it has only an MLP."""
         return self.attends or self.state is not None
 
     @property
@@ -269,7 +269,7 @@ class LayerPlan:
 
     @property
     def fused_norm(self) -> bool:
-        """True if `Ops.linear` computes the norm before a product."""
+        """True if `Ops.linear` computes each norm together with the product after it."""
         return self.norm == "rms" and self.pre_norm
 
     @property
@@ -291,7 +291,7 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ModelScales:
-    """Factors on embedding and logits: x = embed * scale, logits = softcap(logits_scale * (norm(x) Whead)).
+    """Factors on embedding and logits: x = embed * Wembed[id], then logits = softcap(logits * (norm(x) Whead)).
 
     Attributes:
         embed: factor on the embedding, rounded to the model's dtype as in transformers.
@@ -322,25 +322,27 @@ class ModelFamily:
             that changes the arithmetic and that plans cannot express.
         names: stored names of a layer's tensors by row of `layer_table.LAYER`, if they differ from that table.
         scales: function of the config fields that returns the factors outside of layers.
-        other_names: names of the same tensors, by row, in live modules and what is saved of them as it is.
-        flat: last parts of the names of vectors that are stored with more axes, each of one element.
-        renamed: parts of stored names with their replacements, in order: for tensors outside of layers, and for a
-            name that differs between files and live modules.
+        other_names: further stored names, by row: those of live modules, and of checkpoints that are saved from them
+            without a conversion.
+        flat: ends of the names of vectors that are stored with additional axes of size 1.
+        renamed: part of a stored name -> its replacement, applied in this order. It is for tensors outside of layers,
+            and for names that differ between files and live modules.
         eps: config field with the epsilon of norms.
         inner: config field with the intermediate size of the MLP, or a function of the config fields that returns it.
         act: (config field of the activation, the one value that the plans implement). None: the config has no such
             field.
         rope_kinds: types of rotary scaling with which this family is tested. Empty: it has no rope.
-        rope_layers: layer types that have their own rotary settings, by index of the table. Empty: one setting for all.
-        text_part: True if a checkpoint contains other parts, which are not loaded. Its config has the text model as
-            `text_config`.
+        rope_layers: layer types that have rotary settings of their own, in the order of `ModelSpec.ropes`. Empty: all
+            layers have the same settings.
+        text_part: True if a checkpoint also contains other parts, such as a vision encoder, which are not loaded. The
+            config of its text model is the field `text_config`.
         partial_rope: True if a config may ask for rotation of only the first part of a head.
         transposed_experts: True if a tensor with all experts of a layer may be stored transposed.
         read_as: `model_type` whose config class reads this family's configs, if transformers has no class for it. Code
             that its checkpoints name is not run. Empty: the family's own.
         rotary: submodule of a live module that has the rotary frequencies.
         identities: submodules of a layer that are `nn.Identity` in some models.
-        mixed_heads: True if layers may have different heads, which the config has in `per_layer_config`.
+        mixed_heads: True if layers may have heads of different numbers and sizes (`per_layer_config` of the config).
         hosts: function of a config that is true if transformers' own module runs it, because plans cannot express it.
         interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
             half.
@@ -370,7 +372,7 @@ class ModelFamily:
 
 
 def without_windows(fields: ConfigFields, layers: int) -> None:
-    """Refuses a layer with a window, for a family without windows.
+    """Refuses a config in which a layer has a sliding window, for a family without windows.
 
     A `sliding_window` alone is ignored, as in transformers.
     """

@@ -1,7 +1,7 @@
 """Qwen2: biases on q, k and v, and a window in the layers named in layer_types. MiMo has the same layers.
 
-So has the text model of Qwen2-VL and 2.5-VL. Its rope has three positions per token, which are equal if all tokens are
-text.
+The text models of Qwen2-VL and 2.5-VL have these layers, too. Their rope has three positions per token, which are equal
+if all tokens are text.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The text model of Qwen3-VL is the same. Its rope has three positions per token, which are equal if all tokens are text.
 
 Qwen3.5 and 3.6, dense: layers with the gated delta rule, and full attention in every fourth layer. Attention has an
-output gate, and rope on a part of each head. Norms are 1 + w.
+output gate, and rope on a part of each head. Norms have the factor 1 + weight.
 """
 
 from __future__ import annotations

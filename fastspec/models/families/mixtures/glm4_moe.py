@@ -28,7 +28,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 def grouped_routing(fields: ConfigFields, name: str = "n_routed_experts") -> tuple[int, RoutingRule]:
     """Returns the number of experts of a layer, and the rule that chooses a token's experts.
 
-    `name` is the config field of that number.
+    `name` is the config field of the number of experts.
     """
     count, chosen = counts(fields, name)
     groups, kept = fields.count("n_group", count), fields.count("topk_group", count)

@@ -21,13 +21,13 @@ from fastspec.shapes import RoutingRule
 
 
 def experts_of(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    """Returns the experts of a layer of Qwen3-MoE and related families."""
+    """Returns the experts of a layer of Qwen3-MoE and related families. For `normed` see `RoutingRule`."""
     count, chosen = counts(fields)
     return ExpertsPlan(count, width(fields, "moe_intermediate_size"), RoutingRule(chosen, normed=normed))
 
 
 def with_shared_expert(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    """Returns `experts_of` with a gated shared expert."""
+    """Returns the result of `experts_of` with a gated shared expert."""
     shared = width(fields, "shared_expert_intermediate_size")
     return replace(experts_of(fields, normed=normed), shared=shared, shared_gate=True)
 
@@ -39,7 +39,7 @@ def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _vl_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    experts = experts_of(fields, normed=True)  # whatever the value of norm_topk_prob
+    experts = experts_of(fields, normed=True)  # this family ignores norm_topk_prob
     bias = fields.flag("attention_bias")
     plan = LayerPlan(qkv_bias=bias, o_bias=bias, qk_norm="head")
     return tuple(replace(plan, experts=experts if sparse else None) for sparse in sparse_layers(fields, layers))

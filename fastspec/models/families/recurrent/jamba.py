@@ -15,7 +15,7 @@ _MAX_EXPAND = 64
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     types = fields.layer_types(layers, "full_attention", "linear_attention")
-    assert types is not None, "transformers' class makes them of attn_layer_period"
+    assert types is not None, "transformers' config class computes them from attn_layer_period"
     hidden = fields.size("hidden_size")
     rule = SelectiveRule(
         channels=hidden * fields.count("mamba_expand", _MAX_EXPAND),

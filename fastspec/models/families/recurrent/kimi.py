@@ -1,7 +1,7 @@
-"""Kimi-Linear and Ling 3: delta attention with a decay of each element of a key, and latent attention in some layers.
+"""Kimi-Linear and Ling 3: delta rule with a decay for each element of a key, and latent attention in some layers.
 
-Kimi-Linear has no rope, and makes decays and output gates by two products. Ling 3 has rope in latent attention, a gate
-for each of its heads, and a lower limit of decays. Both have DeepSeek-V3's router, and a shared expert.
+Kimi-Linear has no rope, and computes decays and output gates by two products. In Ling 3 latent attention has rope and a
+gate for each head, and decays have a lower limit. Both have DeepSeek-V3's router, and a shared expert.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ def _rule(fields: ConfigFields) -> DeltaRule:
 
 
 def _of_layers(fields: ConfigFields, layers: int, rule: DeltaRule, attends: LayerPlan) -> tuple[LayerPlan, ...]:
-    """Returns the plan of each layer. `attends` has what is special in layers with attention."""
+    """Returns the plan of each layer.
+
+    Args:
+        fields: fields of the config.
+        layers: number of layers.
+        rule: sizes of layers with the delta rule.
+        attends: settings of layers with latent attention; its sizes are added here.
+    """
     if fields.flag("attention_bias"):
         fields.refuse("attention_bias", True, "false")
     types = fields.layer_types(layers, "full_attention", "linear_attention")
@@ -88,7 +95,10 @@ def _experts(fields: ConfigFields) -> ExpertsPlan:
 
 
 def _refuse(fields: ConfigFields, name: str, wanted: object) -> None:
-    """Refuses a field of published configs, which transformers does not read, unless it has the one value."""
+    """Refuses a config whose field `name` has another value than `wanted`. A missing field is accepted.
+
+    Such fields are in published configs, and transformers does not read them.
+    """
     if (value := fields.get(name)) not in (None, wanted):
         fields.refuse(name, value, repr(wanted))
 

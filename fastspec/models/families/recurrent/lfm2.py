@@ -1,7 +1,8 @@
 """LFM2: gated short convolutions, and attention in some layers. LFM2-MoE: the same with experts after the first layers.
 
-Norms on queries and keys. The router of LFM2-MoE is a sigmoid with a correction of its choice. LFM3 also has norms of
-outputs, a gate for each head, and windows in some layers, which have a rope of their own.
+Each head of queries and keys is normed. The router of LFM2-MoE uses sigmoids as scores, and adds a correction to them
+only to choose experts. LFM3 also has norms after attention and MLP, and a gate for each head. Some of its layers have
+windows and a rope of their own.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import ConvRule, RoutingRule
 
-_SUM_EPS = 1e-6  # of the factors of a token's experts; configs have no field for it, transformers has this constant
+# number that is added to the sum of a token's factors; configs have no field for it, transformers has this constant
+_SUM_EPS = 1e-6
 _MAX_WIDTH = 64
 _ROPES = ("full_attention", "sliding_attention")
 

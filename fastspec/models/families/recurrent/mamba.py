@@ -1,6 +1,6 @@
 """Bamba: layers with Mamba-2, and attention in some. Falcon-H1: attention and Mamba-2 side by side in every layer.
 
-Falcon-H1 has factors on inputs and outputs of both, on parts of their first products, and in its MLP.
+Falcon-H1 has factors on the inputs and outputs of both, on parts of their input projections, and in its MLP.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fastspec.models.fields import ConfigFields
 from fastspec.shapes import MambaRule
 
 MAX_HEADS, MAX_STATE, MAX_WIDTH = 2**14, 2**10, 64
-_PARTS = 5  # of the product before the state: z, x, B, C and the steps
+_PARTS = 5  # parts of the input projection: z, x, B, C and the time steps
 
 
 def mamba_rule(fields: ConfigFields, norm: Literal["gate_first", "norm_first"] | None = "gate_first") -> MambaRule:
-    """Returns the sizes of a Mamba-2 layer by the config fields that Bamba, Granite 4 and Falcon-H1 have."""
+    """Returns the sizes of a Mamba-2 layer, read from the config fields that Bamba, Granite 4 and Falcon-H1 have."""
     least, highest = step_limits(fields)
     rule = MambaRule(
         heads=fields.count("mamba_n_heads", MAX_HEADS),
@@ -34,14 +34,17 @@ def mamba_rule(fields: ConfigFields, norm: Literal["gate_first", "norm_first"] |
 
 
 def with_whole_groups(fields: ConfigFields, rule: MambaRule, groups: str, heads: str) -> MambaRule:
-    """Returns the rule. Refuses it if a group would have a part of a head; `groups` and `heads` name the fields."""
+    """Returns `rule`. Refuses the config if the number of groups does not divide the number of heads.
+
+    `groups` and `heads` are the config fields of these numbers, for the error.
+    """
     if rule.heads % rule.groups:
         fields.refuse(groups, rule.groups, f"a divisor of {heads}={rule.heads}")
     return rule
 
 
 def step_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Returns the limits of a step after softplus. The upper one may be infinite."""
+    """Returns the lower and upper limit of a time step after softplus. The upper one may be infinite."""
     limits = fields.get("time_step_limit")
     if limits is None:
         return 0.0, math.inf

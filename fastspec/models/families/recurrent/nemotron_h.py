@@ -1,7 +1,8 @@
 """Nemotron-H and Nemotron 3: each layer is Mamba-2, attention without rope, an MLP, or a mixture of experts.
 
-MLPs and experts have no gate: relu squared. The router is DeepSeek-V3's, with a shared expert beside the routed ones.
-In Nemotron 3 Super and Ultra, routed experts read and write a smaller size than the hidden one.
+MLPs and experts have no gate, and their activation is relu squared. The router is DeepSeek-V3's, with a shared expert
+beside the routed ones. In Nemotron 3 Super and Ultra, inputs and outputs of routed experts are smaller than the hidden
+size.
 """
 
 from __future__ import annotations
