@@ -27,8 +27,8 @@ def quantize(
     """Writes a quantised copy of a checkpoint in the compressed-tensors format.
 
     Weights of layers are rounded to nearest. With --calibrate, int4 is rounded so that products with the activations
-    of a text change least (GPTQ). A quantised draft does not change the text. A quantised target is a different model
-    and may give a different text.
+    of a text change least (GPTQ). Quantising a draft does not change the generated text. A quantised target is a
+    different model and may generate a different text.
     """
     from fastspec.models.checkpoints.quantised.write import write_quantised
 
@@ -47,6 +47,7 @@ def quantize(
         typer.echo(f"{destination}: {size / _MIB:.1f} MiB of weights in {form}")
         if missed:
             typer.echo(
-                f"fastspec: {len(missed)} matrices, such as {missed[0]}, met no activation and are rounded to nearest",
+                f"fastspec: {len(missed)} matrices, such as {missed[0]}, got no activations from the text and are "
+                "rounded to nearest",
                 err=True,
             )

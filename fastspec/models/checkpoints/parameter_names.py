@@ -1,6 +1,6 @@
-"""Maps stored tensor names to the model's parameter names, by the rules of transformers.
+"""Maps the stored names of tensors to the names of the model's parameters, by the rules of transformers.
 
-The rules concern a missing or repeated prefix, a tied head, and unused tensors.
+A prefix may be missing or repeated, the LM head may be tied to the embedding, and tensors may be unused.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ COMPARED_ROWS: Final = 4096  # rows of two matrices that are compared at a time
 
 
 class RenamedTensors(WrappedSource):
-    """Tensors of a checkpoint directory under other names.
+    """Tensors of a source under other names.
 
     Args:
         source: the stored tensors.
-        stored: new name -> stored name.
+        stored: new name -> stored name. Tensors that it does not name are left out.
     """
 
     def __init__(self, source: TensorSource, stored: Mapping[str, str]) -> None:
@@ -47,11 +47,11 @@ class RenamedTensors(WrappedSource):
 
 
 class FlatTensors(WrappedSource):
-    """Tensors of a source, some of them without their axes of one element.
+    """Tensors of a source, some of which are flattened to vectors.
 
     Args:
         source: the tensors.
-        flat: last parts of the names of these vectors.
+        flat: ends of the names of the tensors that are flattened. They have several axes, all except one of size 1.
     """
 
     def __init__(self, source: TensorSource, flat: tuple[str, ...]) -> None:
@@ -70,7 +70,7 @@ class FlatTensors(WrappedSource):
         return self._source.read(name).reshape(self._infos[name].shape)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows of a vector, or a part of another tensor."""
+        """Returns rows of a flattened tensor, or rows and columns of another one."""
         if self._infos[name].shape == self._source.infos()[name].shape:
             return self._source.read_part(name, rows, columns)
         return self.read(name)[rows]
@@ -88,7 +88,7 @@ class NamedTensors(RenamedTensors):
         tied: True if the config says that the output matrix is the embedding.
 
     Raises:
-        CheckpointError: two stored tensors are the same parameter, or a needed tensor is missing from the index.
+        CheckpointError: two stored tensors are the same parameter, or the index does not list a needed tensor.
     """
 
     def __init__(self, source: TensorSource, wanted: Collection[str], tied: bool) -> None:
@@ -122,10 +122,10 @@ def named(stored: TensorSource, spec: ModelSpec) -> NamedTensors:
 
 
 def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
-    """Returns a source whose tensors have the usual names and shapes.
+    """Returns a source whose tensors have the names and shapes of the table `layer_table.LAYER`.
 
-    Some families store tensors under other names, or vectors with several axes. `ModelFamily.renamed` has the names,
-    `ModelFamily.flat` the vectors.
+    Some families store tensors under other names (`ModelFamily.renamed`), or vectors with additional axes of size 1
+    (`ModelFamily.flat`).
     """
     renamed, flat = FAMILIES[spec.family].renamed, FAMILIES[spec.family].flat
     if renamed:
@@ -134,11 +134,11 @@ def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
 
 
 def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
-    """Returns the spec with those of `ModelFamily.other_names` that the source has.
+    """Returns the spec with `own_names`: those of `ModelFamily.other_names` that the source has.
 
     Args:
         spec: spec of the model.
-        source: its tensors, with usual names and without a changed prefix.
+        source: its tensors, with the names of `with_usual_names`.
     """
     last = {name.rpartition("layers.")[2].partition(".")[2] for name in source.infos()}
     others = FAMILIES[spec.family].other_names
@@ -148,7 +148,7 @@ def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
 
 
 def usual_name(stored: str, renamed: Mapping[str, str]) -> str:
-    """Returns a tensor's stored name with parts of it replaced by the usual ones.
+    """Replaces parts of a tensor's stored name by the usual ones.
 
     Args:
         stored: the stored name.
@@ -183,7 +183,8 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
 def has_own_head(source: TensorSource) -> bool:
     """True if an output matrix (LM head) is stored, and its values are not those of the embedding.
 
-    Dtypes are not compared. Both matrices are read up to the first difference. Their shapes must be equal.
+    Matrices of different dtypes are equal if their values are. Both are read up to the first difference. Their shapes
+    must be equal.
     """
     if HEAD not in source.infos():
         return False

@@ -1,4 +1,7 @@
-"""Second moments of the inputs of a model's matrices, from a text that transformers' own model reads."""
+"""Measures second moments of the inputs of a model's linear layers, for quantisation with a calibration text.
+
+transformers' model runs over the text.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedOption
 
-WINDOW, WINDOWS = 256, 128  # tokens of a window, and windows at most
-_LEAST = 8  # windows: with fewer, moments say little of other texts
+WINDOW, WINDOWS = 256, 128  # tokens in a window of the text, and most windows that are used
+_LEAST = 8  # least number of windows; the moments of fewer may differ much from those of other texts
 
 
 class Activations:
-    """A model, and the text over which the inputs of its matrices are measured.
+    """Model of transformers, and the calibration text on which the inputs of its linear layers are measured.
 
     Args:
         directory: local files of the model.
-        tokens: ids of the text.
+        tokens: token ids of the text.
         device: device of the model and of the moments.
 
     Raises:
@@ -44,16 +47,17 @@ class Activations:
         self._model: nn.Module = model.eval().to(device)
 
     def moments(self, modules: Collection[str]) -> dict[str, Tensor]:
-        """Reads the text once.
+        """Runs the model over the text, and returns the second moments of the inputs of linear modules.
 
         Args:
             modules: names of linear modules. Those that the model lacks, or does not run, are not in the result.
 
         Returns:
-            By module: sum of x x^T over its inputs x, fp32 [K, K]. Modules with the same inputs share a tensor.
+            Name of a module -> sum of x x^T over its inputs x, fp32 [K, K]. Modules with the same inputs share a
+            tensor.
         """
         found: dict[str, Tensor] = {}
-        last: list[Any] = [None, ""]  # the newest input, and its first module
+        last: list[Any] = [None, ""]  # the newest input, and the name of the first module that got it
 
         def record(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(_: nn.Module, arguments: tuple[Any, ...]) -> None:

@@ -1,8 +1,10 @@
-"""Rounds a matrix so that its products with typical inputs change little (GPTQ, arXiv 2210.17323).
+"""Quantises a matrix so that its products with typical inputs change little (GPTQ, arXiv 2210.17323).
 
-Columns are rounded one after the other. Later columns, which are not rounded yet, take over the error of each: by the
-second moments of the inputs it is known how much of it they can make up for. A scale is chosen when its group begins,
-among those of `kernels/common/rounding.py`. Errors count there by their share in the error of the product.
+Columns are quantised one after the other. The error of a column is compensated by a change of the later columns, which
+are not quantised yet. The change is computed from the second moments of the inputs.
+
+The scales of a group of columns are chosen before its first column is quantised. The candidates are those of
+`kernels/common/rounding.py`. The squared error of a column is weighted by its effect on the products.
 """
 
 from __future__ import annotations
@@ -13,17 +15,18 @@ from torch import Tensor
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.rounding import LARGEST, LEAST, SHRINK, short
 
-_DAMPING = 0.01  # of the mean second moment, added to each: moments of few inputs are nearly singular
+# share of the mean of the moment's diagonal that is added to the diagonal: moments of few inputs are nearly singular
+_DAMPING = 0.01
 _LOW, _HIGH = -8, 7
 
 
 def rounded_with_feedback(values: Tensor, kind: CodesKind, moment: Tensor) -> Codes:
-    """Rounds a matrix [N, K] to int4 in groups.
+    """Quantises a matrix to int4, with a scale for each group of columns in a row.
 
     Args:
-        values: any float dtype.
-        kind: from `rounding.kind_for`.
-        moment: sum of x x^T over inputs x, [K, K].
+        values: [N, K] of any float dtype.
+        kind: result of `rounding.kind_for`.
+        moment: fp32 [K, K], sum of x x^T over inputs x of the matrix, see `Activations.moments`.
     """
     left = values.to(moment.device, torch.float32, copy=True)
     factor, group = _factor(moment), kind.block[1]
@@ -45,7 +48,10 @@ def rounded_with_feedback(values: Tensor, kind: CodesKind, moment: Tensor) -> Co
 
 
 def _factor(moment: Tensor) -> Tensor:
-    """Returns the upper Cholesky factor of the inverse moment. Inputs that are always zero count as independent."""
+    """Returns the upper Cholesky factor of the inverse moment, [K, K], after damping.
+
+    Inputs that are always zero count as independent of the others.
+    """
     damped = moment.clone()
     diagonal = damped.diagonal()
     diagonal += _DAMPING * diagonal.mean()
@@ -56,7 +62,12 @@ def _factor(moment: Tensor) -> Tensor:
 
 
 def _scales(part: Tensor, diagonal: Tensor) -> Tensor:
-    """Returns the scale of each row of a group [N, G] with the least error. `diagonal` [G] is that of the factor."""
+    """Returns the scale with the least weighted squared error for each row of a group of columns, [N].
+
+    Args:
+        part: [N, G], the group.
+        diagonal: [G], its part of the diagonal of the result of `_factor`. The weight of a column is 1 / diagonal^2.
+    """
     largest = part.abs().amax(1) / LARGEST["int4"]
     weights = diagonal.reciprocal().square()
     best, chosen = torch.full_like(largest, torch.inf), largest

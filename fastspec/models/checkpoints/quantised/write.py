@@ -1,4 +1,4 @@
-"""Writes a quantised copy of a checkpoint in the compressed-tensors format, which other engines read, too.
+"""Writes a quantised copy of a checkpoint in the compressed-tensors format, which other engines can read, too.
 
     fp8   weight e4m3 [N, K], weight_scale [N, 1]
     int8  weight_packed int32 [N, K/4] (low byte first), weight_scale [N, 1], weight_shape [2]
@@ -61,13 +61,13 @@ def write_quantised(
         destination: path of the new directory. It must not exist.
         form: "fp8", "int8" or "int4".
         revision: revision of a Hub id.
-        calibration: text like those that the model will read; its activations decide how int4 is rounded. None:
-            to nearest.
+        calibration: text like those that the model will read. int4 is rounded by GPTQ with the activations of this
+            text. None: codes are rounded to nearest.
         tell: called with the name of each file before it is written.
 
     Returns:
-        Names of quantised matrices that the calibration did not reach, such as those of experts in stacks. They are
-        rounded to nearest. Empty without a calibration.
+        Names of quantised matrices whose inputs the calibration could not measure, such as experts that transformers
+        has as one tensor. They are rounded to nearest. Empty without a calibration.
 
     Raises:
         UnsupportedOption: another form, a hosted model, a source that is already quantised, a calibration text that
@@ -78,7 +78,7 @@ def write_quantised(
     if not wanted:
         raise UnsupportedOption(f"format {form!r} is not supported, wanted one of {', '.join(FORMATS)}")
     if calibration is not None and form != "int4":
-        raise UnsupportedOption(f"a calibration changes int4 only, got {form}; leave it out, 8 bits do without")
+        raise UnsupportedOption(f"a calibration changes int4 only, got {form}; leave it out: 8-bit formats need none")
     if destination.exists():
         raise CheckpointError(f"{destination}: exists already; name a directory that does not")
     checkpoint = resolve(source, role="target", revision=revision)
@@ -105,10 +105,14 @@ def write_quantised(
 
 
 class _Measured:
-    """Rounding by the activations of a text.
+    """Quantises matrices to int4 by the activations of a calibration text.
+
+    Args:
+        checkpoint: directory of the model and its tokenizer.
+        text: the calibration text.
 
     Attributes:
-        missed: names of matrices without activations.
+        missed: names of quantised matrices whose inputs were not measured.
     """
 
     def __init__(self, checkpoint: Checkpoint, text: str) -> None:
@@ -125,12 +129,12 @@ class _Measured:
         self.missed: list[str] = []
 
     def read(self, names: list[str]) -> None:
-        """Measures the inputs of these matrices, and forgets those of others."""
+        """Measures the inputs of the matrices `names`, and frees the moments of earlier ones."""
         self._moments = {}
         self._moments = self._activations.moments([name.removesuffix(WEIGHT) for name in names])
 
     def rounded(self, name: str, values: Tensor, kind: CodesKind) -> Codes:
-        """Rounds a matrix; to nearest, if its inputs were not measured."""
+        """Quantises the matrix `name`. Its codes are rounded to nearest if its inputs were not measured."""
         moment = self._moments.get(name.removesuffix(WEIGHT))
         if moment is None:
             self.missed.append(name)
@@ -150,7 +154,7 @@ def _write(
     files: dict[str, list[str]] = defaultdict(list)
     for name, info in stored.infos().items():
         files[info.where].append(name)
-    groups: dict[int | None, list[str]] = defaultdict(list)  # columns that share a scale -> modules
+    groups: dict[int | None, list[str]] = defaultdict(list)  # see `_settings`
     kept: list[str] = []
     weight_map: dict[str, str] = {}
     total = 0
@@ -192,7 +196,8 @@ def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:
 
     Args:
         codes: the quantised matrix.
-        dtype: dtype of the matrix before. Scales are fp32 if it is fp32, else bf16, in which they are exact.
+        dtype: dtype of the matrix before quantisation. Scales are stored in fp32 if it is fp32, else in bf16, which
+            holds them exactly.
     """
     scales = codes.scales.to(torch.float32 if dtype is torch.float32 else torch.bfloat16)
     if codes.kind.format == "fp8":
@@ -215,8 +220,8 @@ def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[
 
     Args:
         form: "fp8", "int8" or "int4".
-        groups: columns that share a scale -> names of the modules. The key None is a whole row. With several keys,
-            each entry of the config lists its modules.
+        groups: number of columns that share a scale -> names of the modules that are quantised so. None: a row has one
+            scale. If there are several numbers, each entry of the config lists its modules.
         kept: names of modules that are not quantised.
     """
     of_group = {}
