@@ -1,4 +1,4 @@
-"""Routes of the server. An answer is one body, or a stream of server-sent events."""
+"""Routes of the HTTP server. A completion is sent as one body, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Route = Callable[[Request], Awaitable[Response]]
 
 
 def app_of(service: Service, access: Access | None = None) -> ASGIApp:
-    """Creates the application.
+    """Creates the ASGI application of the server.
 
     Args:
         service: answers the requests.
@@ -123,7 +123,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         return JSONResponse(control.sleeping.model_dump())
 
     async def elsewhere(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "it is called for nothing else"
+        assert isinstance(error, HTTPException), "the handler is registered for this type only"
         refusal = no_such(error.status_code, request.method, request.url.path)
         meters.requests.labels(str(refusal.status)).inc()
         return JSONResponse(refusal.body, refusal.status, headers=error.headers)
@@ -258,5 +258,5 @@ async def _events(job: Job, envelope: Envelope) -> AsyncIterator[bytes]:
         if envelope.with_usage:
             yield event(envelope.last(job.usage()))
         yield b"data: [DONE]\n\n"
-    except Refusal as error:  # the status has been sent
+    except Refusal as error:  # the HTTP status is already sent, so the error becomes an event
         yield event(error.body)

@@ -44,7 +44,12 @@ async def _data(request: Request, limit: int) -> bytes:
 
 
 async def read_body(service: Service, request: Request, kind: type[BodyT]) -> BodyT:
-    """Reads and checks the body of a request.
+    """Reads and checks the JSON body of a request.
+
+    Args:
+        service: limits of bodies, and names of the model.
+        request: the request.
+        kind: class of the body.
 
     Args:
         service: limits, and names of the model.
@@ -107,7 +112,7 @@ def _client_gone() -> Refusal:
 
 
 class EventStream(StreamingResponse):
-    """Sends answers as server-sent events.
+    """Response that sends server-sent events.
 
     Args:
         events: bytes of each event.

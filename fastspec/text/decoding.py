@@ -11,7 +11,7 @@ Decoder: TypeAlias = Callable[[list[int], bool], str]
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decoder:
-    """Returns `decode` of a tokenizer as a function of ids and `skip_special_tokens`.
+    """Returns the method `decode` of a tokenizer as a function of ids and `skip_special_tokens`.
 
     Spaces are not "cleaned up". If the tokenizer's class has its own `decode`, that one is used.
     """

@@ -1,4 +1,4 @@
-"""Builds the bodies and events of completions and chats around their answers."""
+"""Builds the response bodies and stream events of completions and chats from their answers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastspec.server.texts import Answer, Piece
 
 
 class Envelope:
-    """Builds the bodies around the answers of one request.
+    """Builds the response body, or the stream events, of one request.
 
     Args:
         body: body of the request.
@@ -28,7 +28,7 @@ class Envelope:
         self.always_usage = options.include_usage and options.continuous_usage_stats
         self.drawn, self.num_answers = body.drawn, body.n
         self._with_ids, self._recorded = body.return_token_ids, body.recorded is not None
-        self._sent: dict[int, int] = {}  # number of token ids that were sent, by answer
+        self._sent: dict[int, int] = {}  # index of an answer -> number of its token ids that were sent
         self._id = f"{'chatcmpl' if self.chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._name, self._created = service.name, int(time.time())
         self._begun: set[int] = set()  # indices of the answers of which a part was sent
