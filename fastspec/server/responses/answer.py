@@ -1,4 +1,4 @@
-"""Builds a response and its events from the answer of a chat."""
+"""Builds a response of /v1/responses, and its events, from the answer of a chat."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from fastspec.text.answers.events import Arguments, CallBegins, Content, Event, 
 
 Sent: TypeAlias = "dict[str, Any]"
 
-_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of ids
-_PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}  # type of the one part of an item
+_PREFIXES: Final = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # prefixes of the ids of items
+_PARTS: Final = {"message": "output_text", "reasoning": "reasoning_text"}  # type of an item's only part
 
 
 class OutputItem:
@@ -91,7 +91,7 @@ class OutputItem:
 
 
 class ResponseBuilder:
-    """Builds the events of one response. The last one has the whole response.
+    """Builds the events of one response. The last event has the whole response.
 
     Args:
         body: body of the request.
@@ -103,7 +103,7 @@ class ResponseBuilder:
         self._wants_logprobs, self._wants_encoded, self._numbers = body.wants_logprobs, body.wants_encoded, 0
         self._output: list[Item] = []
         self._open: OutputItem | None = None
-        self._pending: list[Sent] = []  # log-probabilities of tokens whose text has not come yet
+        self._pending: list[Sent] = []  # log-probabilities of tokens whose text has not arrived yet
         self.response: Sent = {
             "id": f"resp_{uuid.uuid4().hex}",
             "object": "response",
@@ -121,7 +121,7 @@ class ResponseBuilder:
 
     @property
     def output(self) -> tuple[Item, ...]:
-        """Complete items of the output."""
+        """Items of the output that are complete."""
         return tuple(self._output)
 
     @property
@@ -220,7 +220,7 @@ class ResponseBuilder:
         """Ends the open item, if there is one, and yields the events of its end."""
         if self._open is not None:
             item, self._open = self._open, None
-            if item.kind != "reasoning":  # its tokens have been left out
+            if item.kind != "reasoning":  # no log-probabilities of its tokens are pending
                 self._pending = []
             self._output.append(item.item(status))
             yield from item.end(status)

@@ -37,7 +37,7 @@ class BackgroundRun:
 
     @property
     def open(self) -> bool:
-        """True until the last event."""
+        """True while the response is generated, so further events may follow."""
         return not self._task.done()
 
     def cancel(self) -> None:
@@ -75,7 +75,7 @@ class BackgroundRun:
                     self._add(event)
             self._job.close()
             self._ended()
-            asyncio.get_running_loop().call_soon(self._wake)  # when the task has ended
+            asyncio.get_running_loop().call_soon(self._wake)  # after the end of this task, so `open` is then False
 
     def _add(self, event: Sent) -> None:
         self._events.append(event)

@@ -1,4 +1,4 @@
-"""Body of POST /v1/responses, and the chat that it asks for."""
+"""Body of POST /v1/responses, and its conversion to the body of a chat."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fastspec.server.fields import Chat, Function, taken_fields, words_of
 from fastspec.server.responses.items import Item, MessageBuilder
 
 _CHAT_FIELDS: Final = tuple(name for names in SAME_AS_CHAT.values() for name in names)
-# field of a chat -> name of the same in a response, for errors
+# field of a chat -> field of /v1/responses with the same meaning, for errors
 _NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
@@ -116,7 +116,7 @@ class ReasoningOptions(BaseModel):
 
 
 class NamedConversation(BaseModel):
-    """A stored conversation."""
+    """The field `conversation` as an object with the id of a stored conversation."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -124,7 +124,7 @@ class NamedConversation(BaseModel):
 
 
 class ObfuscationOptions(BaseModel):
-    """Options of a stream; events are not padded."""
+    """The field stream_options. Events are never padded, so include_obfuscation can only be false."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 

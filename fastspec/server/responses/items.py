@@ -13,16 +13,16 @@ from fastspec.text.chat_template import Message
 
 Item: TypeAlias = "dict[str, Any]"
 
-# keys of an item by its type; all but those of the parser below are marks of the server that wrote the item
+# keys that an item of each type may have. Some, such as id, status and phase, are written by servers and not read here
 _KEYS: Final[Mapping[str, frozenset[str]]] = {
     "message": frozenset(["type", "id", "status", "phase", "role", "content"]),
     "function_call": frozenset(["type", "id", "status", "call_id", "name", "arguments"]),
     "function_call_output": frozenset(["type", "id", "status", "call_id", "name", "output"]),
     "reasoning": frozenset(["type", "id", "status", "summary", "content", "encrypted_content"]),
 }
-_TEXTS: Final = ("input_text", "output_text", "text")  # types of parts
+_TEXTS: Final = ("input_text", "output_text", "text")  # types of the parts of a content
 _PLACE: Final = re.compile(r"messages\[(\d+)\](?:\.tool_calls\[(\d+)\](?:\.function)?)?")
-_ENCODED: Final = "fastspec."  # begins `encrypted_content`
+_ENCODED: Final = "fastspec."  # prefix of `encrypted_content`
 _SHOWN: Final = 80  # characters of a value that an error repeats
 
 
@@ -152,7 +152,7 @@ def _decoded(place: str, content: str) -> str:
     except ValueError:
         pass
     raise Refusal(
-        f"{place}.encrypted_content can be read by the server that wrote it alone; leave the item out", "input"
+        f"{place}.encrypted_content can be read only by the server that wrote it; leave the item out", "input"
     )
 
 

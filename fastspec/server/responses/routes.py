@@ -30,7 +30,7 @@ _LOGGER = logging.getLogger("fastspec.server")
 
 
 class NewConversation(BaseModel):
-    """The body of POST /v1/conversations."""
+    """Body of POST /v1/conversations."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -39,7 +39,7 @@ class NewConversation(BaseModel):
 
 
 class NewItems(BaseModel):
-    """The body of POST /v1/conversations/{id}/items."""
+    """Body of POST /v1/conversations/{id}/items."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -47,7 +47,7 @@ class NewItems(BaseModel):
 
 
 class NewMetadata(BaseModel):
-    """The body of POST /v1/conversations/{id}."""
+    """Body of POST /v1/conversations/{id}."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -77,7 +77,7 @@ class ResponseTurn:
 
     @property
     def asked(self) -> AskedChat:
-        """The chat that the request asks for."""
+        """The chat to which the request is converted."""
         return self.body.asked(self.before, self.given, self.without)
 
     @property
@@ -241,7 +241,9 @@ def _turn(service: Service, body: ResponseBody, owner: str | None) -> ResponseTu
     if body.previous_response_id is not None:
         stored = store.get(body.previous_response_id, owner, "previous_response_id")
         if stored.open:
-            raise Refusal("the response is still made; wait for its end, or cancel it", "previous_response_id")
+            raise Refusal(
+                "the response is still being generated; wait for its end, or cancel it", "previous_response_id"
+            )
         before = stored.items
     if body.conversation_id is not None:
         conversation = store.conversation(body.conversation_id, owner, "conversation")
@@ -279,7 +281,7 @@ async def _respond(service: Service, request: Request, noted: set[str]) -> Respo
         try:
             async for event in events:
                 yield typed_event(event)
-        except Refusal as error:  # the status has been sent
+        except Refusal as error:  # the HTTP status is already sent, so the error becomes events
             for event in built.failed(error):
                 yield typed_event(event)
 
@@ -314,13 +316,13 @@ class _Held:
     """Lock of a conversation, from the start of one response to `let_go`. For None it does nothing.
 
     Raises:
-        Refusal: another response of the conversation is still made.
+        Refusal: another response of the conversation is still generated.
     """
 
     def __init__(self, conversation: StoredConversation | None) -> None:
         if conversation is not None and conversation.busy:
             raise Refusal(
-                "another response of this conversation is still made; wait for its end",
+                "another response of this conversation is still being generated; wait for its end",
                 "conversation",
                 status=409,
                 code="conversation_locked",
@@ -330,7 +332,7 @@ class _Held:
             conversation.busy = True
 
     def let_go(self) -> None:
-        """Lets the next response continue the conversation."""
+        """Releases the lock, so that the next response can continue the conversation."""
         if self._conversation is not None:
             self._conversation.busy = False
 

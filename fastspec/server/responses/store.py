@@ -19,7 +19,7 @@ _SHOWN = 80  # characters of a value that an error repeats
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response and its conversation.
+    """A response, and the conversation before it.
 
     Attributes:
         body: the response as JSON. It changes while the response is made.
@@ -46,13 +46,15 @@ class StoredResponse:
 
 @dataclass(slots=True)
 class StoredConversation:
-    """A conversation that responses continue, and to which they add.
+    """A stored conversation. Responses continue it, and add their items to it.
 
     Attributes:
-        metadata: texts of the client.
-        owner: API key of the request that made it; None: it had none.
-        items: all items; each has an id.
-        busy: True while a response of it is made.
+        metadata: names and texts that the client has given to it.
+        owner: API key of the request that created it. None: it had none.
+        id: id of the conversation.
+        created: time of its creation, in Unix seconds.
+        items: all items. Each has an id.
+        busy: True while a response that continues it is generated.
         size: bytes of its items as JSON.
     """
 
@@ -145,7 +147,7 @@ def page_of(items: Sequence[Item], *, limit: str, order: str, after: str | None)
 
 
 class Owned(Protocol):
-    """An entry of a store that belongs to one API key."""
+    """Entry of a store, which belongs to one API key."""
 
     @property
     def owner(self) -> str | None:
@@ -190,7 +192,7 @@ class ResponseStore:
             del self._stored[id]
 
     def get(self, id: str, owner: str | None, field: str | None = None) -> StoredResponse:
-        """Returns a response.
+        """Returns a stored response.
 
         Args:
             id: id of the response.

@@ -25,7 +25,7 @@ def droppable(items: Sequence[Item]) -> list[list[int]]:
     last reply stay. Its earlier replies can be dropped, each with the results of its calls. Messages of the roles
     system and developer stay.
     """
-    turns: list[list[list[int]]] = [[]]  # each is a list of its messages of the user and its replies
+    turns: list[list[list[int]]] = [[]]  # a turn is a list of groups: the user's messages, then each reply
     before = ""
     for at, item in enumerate(items):
         side = _side(item)

@@ -41,7 +41,7 @@ def test_a_response_is_polled(keeping: Running) -> None:
     client = client_of(keeping)
     made = client.responses.create(**ASKED, max_output_tokens=8)
     assert (made.status, made.output, made.background) == ("queued", [], True)
-    with pytest.raises(openai.BadRequestError, match="still made"):
+    with pytest.raises(openai.BadRequestError, match="still being generated"):
         client.responses.create(model="small", input="y", previous_response_id=made.id)
     found = ended(client, made.id)
     direct = client.responses.create(model="small", input="x", max_output_tokens=8)

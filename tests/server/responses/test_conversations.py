@@ -81,7 +81,7 @@ def test_one_response_at_a_time(keeping: Running) -> None:
     made = client.conversations.create()
     long: Any = {"max_output_tokens": 380, "extra_body": {"logit_bias": {"258": -100}}, "background": True}
     running_one = client.responses.create(model="small", input="x", conversation=made.id, **long)
-    with pytest.raises(openai.ConflictError, match="still made; wait for its end") as raised:
+    with pytest.raises(openai.ConflictError, match="still being generated; wait for its end") as raised:
         client.responses.create(**SHORT, input="y", conversation=made.id)
     assert raised.value.code == "conversation_locked"
     client.responses.cancel(running_one.id)

@@ -224,7 +224,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"input": [{"role": "user", "content": "x", "name": "y"}]}, "input", "input[0].name is not supported"),
     ({"input": [{"type": "function_call", "name": "x"}]}, "input", "input[0].arguments must be a text, got 'None'"),
-    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "by the server that wrote it alone"),
+    ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "only by the server that wrote it"),
     ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input", "this server keeps no responses: send the item"),
     ({"input": "x" * 500}, "input", "are all that prompt and answer may have"),
     ({"max_output_tokens": 500}, "max_output_tokens", "max_output_tokens must be at most"),
