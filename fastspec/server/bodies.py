@@ -47,11 +47,6 @@ async def read_body(service: Service, request: Request, kind: type[BodyT]) -> Bo
     """Reads and checks the JSON body of a request.
 
     Args:
-        service: limits of bodies, and names of the model.
-        request: the request.
-        kind: class of the body.
-
-    Args:
         service: limits, and names of the model.
         request: the request.
         kind: class of the body.

@@ -18,7 +18,7 @@ class Envelope:
 
     Args:
         body: body of the request.
-        service: service whose model name and start time are in each body.
+        service: service whose model name is in each body.
     """
 
     def __init__(self, body: Body, service: Service) -> None:
