@@ -97,7 +97,7 @@ def test_what_runs_without_the_cuda_driver_is_left_alone(driver):
 
 def test_an_error_of_the_driver_is_one_here(driver):
     driver.result = 700
-    with pytest.raises(RuntimeError, match=r"error 700 .* of an earlier kernel: CUDA_LAUNCH_BLOCKING=1"):
+    with pytest.raises(RuntimeError, match=r"error 700, .* earlier kernel: set CUDA_LAUNCH_BLOCKING=1"):
         device.launch(Kernel(compiled(7)), (1,))
     driver.result = 0
     device.launch(Kernel(compiled(7)), (1,))  # a failure is not remembered
