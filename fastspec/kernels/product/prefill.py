@@ -169,7 +169,7 @@ def prefill_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes `reference.prefill_linear`: [residual +] [silu(gate) * up of] norm(x) @ W.T [+ bias].
+    """Computes [residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias], as `reference.prefill_linear`.
 
     Args:
         x: [..., K].

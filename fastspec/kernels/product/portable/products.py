@@ -226,7 +226,7 @@ def tile_linear(
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Computes `reference.tile_linear`: [residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias].
+    """Computes [residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias], as `reference.tile_linear`.
 
     Args:
         x: [..., K].

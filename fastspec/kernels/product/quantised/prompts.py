@@ -151,9 +151,9 @@ def _buffers(device: torch.device) -> _Buffers:
 
 
 def slice_of(n: int, k: int, rows: int, programs: int) -> int:
-    """Returns the number of rows of a weight [N, K] in a slice with which `rows` rows of x take the least time.
+    """Chooses how many rows of a weight [N, K] a slice has, for the least estimated time with `rows` rows of x.
 
-    Times are estimated. programs: number of CTAs of a product.
+    programs: number of CTAs of a product.
     """
     max_columns = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
     if n <= max_columns:
