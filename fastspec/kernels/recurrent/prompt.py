@@ -144,7 +144,7 @@ def solve_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes `Chunks` of one chunk and value head: U, W and P of the formulas above. The grid is (chunk, head, row)."""
+    """Computes U, W and P of the formulas above for one chunk and head. The grid is (chunk, value head, row)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
