@@ -1,17 +1,18 @@
-"""Products of chosen experts in codes, which are converted to operands of the tensor core in registers.
+"""Products with the quantised weights (codes) of chosen experts. Codes are converted to operands in registers.
 
-A CTA has R weight rows of one expert, and up to 8 BLOCKS of the pairs (row, chosen expert) with that expert. S warps
-take every S-th chunk of 128 values of K. A lane's 16 bytes are 16 or 32 codes of a row:
+A pair is a row of x and one of its chosen experts. A CTA has R weight rows of one expert, and up to 8 BLOCKS pairs with
+that expert. Each of S warps takes every S-th chunk of 128 values of K. A lane's 16 bytes are 16 or 32 codes of a row:
 
     K        | chunk 0: 128 values | chunk 1 | ... | chunk S-1 | chunk S | ...
     warp     | 0                   | 1       | ... | S-1       | 0       | ...
 
 Codes of mxfp4 are multiplied by their scale, a power of two, before the product. The other forms are those of
-`product.reader`, with the same conversion and the same sums. The weights of a last chunk that reaches
-beyond K are padding, and x counts as zero there.
+`product.reader`, with the same conversion and the same sums. If the last chunk reaches beyond K, its weights there are
+padding, and x counts as zero.
 
-Row invariance: an element consists of S sums, each in ascending order of k, which are then added in order. A pair's
-bits do not depend on the number of its expert's pairs, nor on its index among them.
+Batch invariance. An element of the result is the sum of S partial sums, one of each warp. Each is in ascending order of
+k, and they are added in order. A pair's bits do not depend on the number of pairs with its expert, nor on its index
+among them.
 """
 
 # mypy: disable-error-code="assignment,misc,var-annotated"
@@ -47,19 +48,21 @@ from fastspec.kernels.product.reader import (
     words_at,
 )
 
-BLOCK = gl.constexpr(8)  # pairs per product
-CHUNK = gl.constexpr(128)  # values of K
-TIMES = gl.constexpr(2.0**62)  # sums of mxfp4 are 2^-62 too small: codes as bf16 by 2^-126, scales 2^64 too large
-PIECE = gl.constexpr(256)  # words of 16 rows in a chunk
-BOTH = gl.constexpr(0x00800080)  # multiplied by an exponent it gives a pair of bf16 with that exponent
+BLOCK = gl.constexpr(8)  # pairs in one product of the tensor core
+CHUNK = gl.constexpr(128)  # values of K in a chunk
+# sums of mxfp4 are 2^62 times too small: codes read as bf16 are 2^126 times too small, stored scales 2^64 times too
+# large
+TIMES = gl.constexpr(2.0**62)
+PIECE = gl.constexpr(256)  # words of codes of 16 rows in a chunk
+BOTH = gl.constexpr(0x00800080)  # times an exponent: a pair of bf16 powers of two with that exponent
 
 
 class ExpertEpilogue(NamedTuple):
-    """Bias and output of a product.
+    """Bias and output of a product, as kernel arguments.
 
     Attributes:
-        bias: [E, N] or None.
-        out: [R * CHOSEN, N], or N / 2 where gated.
+        bias: [E, N], or None.
+        out: [R * CHOSEN, N], or [R * CHOSEN, N / 2] with a gate.
     """
 
     bias: Any
@@ -69,7 +72,10 @@ class ExpertEpilogue(NamedTuple):
 @gluon.jit
 def _chunk(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr, FORM: gl.constexpr,
            GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
-    """Loads chunk number i of every split of K: for mxfp4 codes [S, R, 16] and scales [S, R], else `k_tile_of`."""
+    """Loads the i-th chunk of each of S warps: for mxfp4 codes [S, R, 16] and scales [S, R], else as `k_tile_of`.
+
+    at, of, inside: results of `_weights`.
+    """
     if FORM == "mxfp4":
         codes = words_at(at[0], of[0] + i * (S * PIECE), inside[0], RAGGED, "evict_first")
         return codes, words_at(at[1], of[1] + i * (S * 16), inside[1], RAGGED, "")
@@ -79,7 +85,7 @@ def _chunk(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexp
 
 @gluon.jit
 def _scaled(pairs, scales, i: gl.constexpr):
-    """Multiplies pairs [S, R, 16] of codes by the power of two in byte i of scales [S, R]."""
+    """Multiplies bf16 pairs of codes [S, R, 16] by the power of two whose exponent is byte i of scales [S, R]."""
     factor = gl.expand_dims(((scales >> (8 * i)) & 0xFF) * BOTH, 2)
     factor, _ = gl.broadcast(factor, pairs)
     return times_gamma(pairs, factor, gl.bfloat16)
@@ -87,7 +93,7 @@ def _scaled(pairs, scales, i: gl.constexpr):
 
 @gluon.jit
 def _operands(chunk, left: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):
-    """Builds the left operands [S, R, UNIT] of a chunk, and the scales [S, R, 1] of the sums of its groups."""
+    """Converts a chunk to left operands [S, R, UNIT]. Also returns the scales [S, R, 1] for the sums of its groups."""
     if FORM == "mxfp4":
         codes, scales = chunk
         first, second = code_halves(codes, "fp4", 0)
@@ -102,7 +108,10 @@ def _operands(chunk, left: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr, 
 
 @gluon.jit
 def _pair_of(chosen, first, count, j):
-    """Returns the pair numbers at indices j of a CTA's pairs. Indices beyond the last pair give the last pair again."""
+    """Returns the numbers (row * CHOSEN + place) of the pairs at indices j of a CTA's `count` pairs.
+
+    Indices beyond the last pair give the last pair again.
+    """
     if chosen.order is None:
         return first + j * 0
     else:
@@ -111,7 +120,10 @@ def _pair_of(chosen, first, count, j):
 
 @gluon.jit
 def _activated(total, alpha, limit, GATED: gl.constexpr, ACTIVATION: gl.constexpr):
-    """Applies the activation to sums [A, 2, 8, BM]. With a gate the result is [A, 8, BM]."""
+    """Applies the activation to sums [A, 2, 8, BM]. With a gate the result is [A, 8, BM].
+
+    alpha, limit: fields of `ClampedGate`, for ACTIVATION "clamped".
+    """
     if GATED:
         gate, up = gl.split(gl.permute(total, (0, 2, 3, 1)))
         if ACTIVATION == "clamped":
@@ -132,7 +144,7 @@ def _write(
     total, tile, expert, pair, valid, epilogue, alpha, limit,
     N: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Adds the bias, applies the activation, rounds once and stores: sums [R / 16, 2, 8, BM] of pairs [BM]."""
+    """Adds the bias to sums [R / 16, 2, 8, BM], applies the activation, rounds once, and stores them for pairs [BM]."""
     WIDTH: gl.constexpr = N // 2 if GATED else N
     if GATED:
         column = weight_numbers(total, tile * (R // 2), 8, 0)
@@ -162,9 +174,9 @@ def codes_kernel(
     limit,
     N: gl.constexpr,
     K: gl.constexpr,
-    S: gl.constexpr,
+    S: gl.constexpr,  # number of warps, among which K is divided
     R: gl.constexpr,  # weight rows of a CTA
-    BLOCKS: gl.constexpr,  # groups of 8 pairs
+    BLOCKS: gl.constexpr,  # groups of 8 pairs of a CTA
     D: gl.constexpr,  # number of chunks of weights loaded ahead
     CHOSEN: gl.constexpr,
     OF_PAIRS: gl.constexpr,  # x has a row for each pair
@@ -172,7 +184,7 @@ def codes_kernel(
     ACTIVATION: gl.constexpr,  # see `expert_kernel`
     FORM: gl.constexpr,  # "mxfp4", or the form of `PackedCodes`
     GROUP: gl.constexpr,  # values of K that share a scale; 0: all
-    PER: gl.constexpr,  # words of scales of 16 rows per group, for fp4 per chunk
+    PER: gl.constexpr,  # words that hold the scales of 16 weight rows for one group; with fp4, for one chunk
     PDL: gl.constexpr,
 ):
     """Multiplies R weight rows of an expert with up to 8 BLOCKS of its pairs.
@@ -204,7 +216,7 @@ def _multiply(
     CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, FORM: gl.constexpr,
     GROUP: gl.constexpr, PER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs a CTA that has pairs."""
+    """Computes the tile of a CTA that has pairs; see `codes_kernel`."""
     UNIT: gl.constexpr = unit_of(FORM, GROUP, CHUNK)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, UNIT // 8)
@@ -269,7 +281,10 @@ def _multiply(
 @gluon.jit
 def _weights(weight, tile, expert, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
              FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
-    """Returns the addresses of a tile's codes and scales, offsets from them, and masks for a ragged last chunk."""
+    """Returns the addresses of a tile's codes and scales, offsets from these addresses, and masks for the last chunk.
+
+    The masks are for chunks that do not exist, if the number of chunks is no multiple of S.
+    """
     w: gl.constexpr = words_layout(S, R)
     CHUNKS: gl.constexpr = (K + CHUNK - 1) // CHUNK
     T: gl.constexpr = (CHUNKS + S - 1) // S

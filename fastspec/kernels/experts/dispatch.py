@@ -1,4 +1,7 @@
-"""Launches the kernels of experts. Sorts the pairs (row, chosen expert) by expert, and chooses a tile size."""
+"""Launches the kernels of an MoE layer's experts, and chooses their tiles.
+
+A pair is a row of x and one of its chosen experts. Pairs are sorted by expert.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class ExpertTile:
     """Tile of one CTA for 16-bit or fp32 weights.
 
     Attributes:
-        rows: number of pairs (row, expert).
+        rows: largest number of pairs.
         block_n: number of rows of the weight.
         num_warps, num_stages: launch options of Triton.
     """
@@ -42,7 +45,7 @@ class CodesTile:
     """Tile of one CTA for weights in codes. It has 16 rows of the weight.
 
     Attributes:
-        rows: number of pairs: 8 times a power of two.
+        rows: largest number of pairs: 8 times a power of two.
         depth: number of chunks of weights that a warp loads ahead.
     """
 
@@ -50,25 +53,27 @@ class CodesTile:
     depth: int
 
 
-# by element size of the weights; see `tile_of`. A row's bits do not depend on the tile. In fp32 they would, so fp32 has
-# only one tile
+# by bytes of a weight; see `tile_of`. A row's bits do not depend on the tile. In fp32 they would, so fp32 has only one
+# tile
 LAUNCH = {
     2: (ExpertTile(8, 16, 1, 6), ExpertTile(16, 16, 1, 5), ExpertTile(32, 32, 2, 4), ExpertTile(64, 32, 4, 3)),
     4: (ExpertTile(8, 16, 4, 3),),
 }
 CODES_LAUNCH = (CodesTile(8, 1), CodesTile(16, 1), CodesTile(32, 1), CodesTile(64, 1))
 CODES_ROWS = 16  # rows of the weight per CTA
-BLOCK_K = {2: 128, 4: 64}  # by element size of the weights; it determines the order of sums, so all rows use the same
+# by bytes of a weight: values of K in a step. It determines the order of sums, so it is the same for any number of rows
+BLOCK_K = {2: 128, 4: 64}
 SPLIT_K = 4  # for codes: number of parts of K, with one warp each; it determines the order of sums
-SUM_BLOCK = 512
+SUM_BLOCK = 512  # columns of a CTA that sums expert outputs without a norm
 NO_CLAMP = ClampedGate(0.0, 0.0)  # arguments of kernels that do not read them
-# for a single row: largest number of bytes of a weight row for which the second product loads all weights before its
-# wait; more do not fit into a warp's registers. With several rows only the first CTAs wait, so this is not needed
+# for a single row of x: largest number of bytes of a weight row with which the second product loads all its weights
+# before it waits for x. More do not fit into a warp's registers. With several rows only the first CTAs wait, so this is
+# not needed
 AHEAD_BYTES = 1536
 
 
 def keeps_experts(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if these kernels can read a stack of such matrices (N, K) of a kind, with activations of `dtype`."""
+    """True if these kernels can multiply quantised experts of shape (N, K) and this kind with `dtype` activations."""
     fits = dtype == torch.bfloat16 and can_stack_codes(shape, kind)
     return fits and (device.type != "cuda" or generation_of(device).supported)
 
@@ -84,10 +89,13 @@ def experts(
     shared_logits: Tensor | None = None,
     residual: Tensor | None,
 ) -> Tensor:
-    """Computes `Ops.experts` with Triton kernels. The residual is added before the sum is rounded.
+    """Sums the outputs of each row's chosen experts, times their factors, as `Ops.experts`.
 
     Args:
         x, ids, factors, weights, clamp, shared, shared_logits, residual: see `Ops.experts`.
+
+    Returns:
+        Shape of x: in fp32 without a residual, else in x's dtype. The residual is added before the sum is rounded.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -112,10 +120,13 @@ def experts_normed(
     residual: Tensor,
     norm: tuple[Tensor, float],
 ) -> tuple[Tensor, Tensor]:
-    """Computes `Ops.experts_normed` with Triton kernels.
+    """Computes `experts` with a residual, and the RMSNorm of the result, as `Ops.experts_normed`.
 
     Args:
         x, ids, factors, weights, clamp, shared, shared_logits, residual, norm: see `Ops.experts_normed`.
+
+    Returns:
+        The sum and its norm, both in the shape and dtype of x.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -133,7 +144,7 @@ def experts_normed(
 def _expert_outputs(
     x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None
 ) -> Tensor | None:
-    """Computes the expert's output of each pair, [R * chosen, K]. None if there are no rows."""
+    """Returns the output of the chosen expert for each pair, [R * chosen, K]. None if there are no rows."""
     gated = not isinstance(clamp, SquaredRelu)
     count, first, hidden = weights.gate_up.shape
     inner = first // 2 if gated else first
@@ -160,7 +171,10 @@ def _expert_outputs(
 def _add_up(
     outputs: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None
 ) -> None:
-    """Writes sums of rows to `out`, and their norms. `others` are shared, shared_logits and residual of `experts`."""
+    """Writes each row's sum of expert outputs to `out`. With `norm`, also writes the norm of each sum to `norm.out`.
+
+    others: (shared, shared_logits, residual) of `experts`, which are part of the sum.
+    """
     (rows, chosen), hidden = factors.shape, outputs.shape[1]
     added = [None if each is None else each.reshape(rows, -1).contiguous() for each in others]
     block = SUM_BLOCK if norm is None else triton.next_power_of_2(hidden)
@@ -179,9 +193,9 @@ def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
 
 
 def _chosen(ids: Tensor, experts: int, each: int) -> Chosen:
-    """Assigns pairs to CTAs. Pairs of several rows are sorted by expert (lists.py).
+    """Assigns pairs to CTAs. Pairs of several rows are sorted by expert, `each` or fewer in a tile (lists.py).
 
-    With a single row each pair has its own CTAs.
+    With a single row, each pair has CTAs of its own.
     """
     if len(ids) == 1:
         return Chosen(ids, None, None)
@@ -198,10 +212,16 @@ def _product(
     activation: str | None,
     clamp: ClampedGate,
 ) -> Tensor:
-    """Computes [R * chosen, N], or [R * chosen, N / 2] with a gate.
+    """Computes one product of each pair with its expert: [R * chosen, N], or [R * chosen, N / 2] with a gate.
 
-    With an activation it is the first product, whose rows of x are those of the step; without one x has a row for each
-    pair.
+    Args:
+        x: with an activation the layer's input [R, K]; without one [R * chosen, K], a row for each pair.
+        stack, bias: weights [E, N, K], and bias [E, N] or None.
+        of: assignment of pairs to CTAs.
+        tile: tile of a CTA.
+        chosen: number of chosen experts of a row.
+        activation: "silu" or "clamped" (with a gate), or "relu2", for the first product. None: the second product.
+        clamp: parameters of "clamped".
     """
     _, n, k = stack.shape
     gated, of_pairs = activation in ("silu", "clamped"), activation is None
@@ -229,7 +249,7 @@ def _product(
 
 
 def _parts_of(stack: ExpertStack) -> tuple[WeightParts, dict[str, Any]]:
-    """Returns the tensors that `codes_kernel` reads, and the constants that name the form of the codes."""
+    """Returns the tensors that `codes_kernel` reads, and its constexpr arguments for the form of the codes."""
     if stack.codes is None:
         return WeightParts(stack.data, scales=stack.scales), {"FORM": "mxfp4", "GROUP": 0, "PER": 0}
     return parts_of_codes(stack.codes)

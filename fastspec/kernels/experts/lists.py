@@ -1,8 +1,8 @@
-"""Sorts pairs (row, chosen expert) by expert, and cuts them into tiles of pairs of one expert, on the device.
+"""Sorts pairs (row of x, chosen expert) by expert, and divides them into tiles of pairs with one expert, on the device.
 
 | result | shape, dtype       | meaning                                                                             |
 |--------|--------------------|-------------------------------------------------------------------------------------|
-| order  | [R * chosen] int32 | numbers of pairs, row * chosen + place, sorted by expert; a stable sort             |
+| order  | [R * chosen] int32 | numbers of pairs, row * chosen + place, in a stable sort by expert                  |
 | tiles  | [T, 3] int32       | expert, index in `order` of the tile's first pair, number of pairs; 0 pairs: unused |
 
 Example with R = 2, chosen = 2, ids [[5, 1], [5, 0]] and up to 2 pairs a tile:
@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.launch import launch, new_ids
 
-FEW_ROWS = 64  # for at most this many rows one CTA makes the lists
+FEW_ROWS = 64  # for at most this many rows one CTA computes both results
 PART = 64  # number of pairs compared at a time
 
 
@@ -37,11 +37,11 @@ def list_kernel(
     EACH: tl.constexpr,  # number of pairs in a tile
     PAIRS: tl.constexpr,  # largest number of pairs, a multiple of PART
     PART: tl.constexpr,
-    EXPERTS: tl.constexpr,  # powers of two, for E and T
-    TILES: tl.constexpr,
+    EXPERTS: tl.constexpr,  # E, rounded up to a power of two
+    TILES: tl.constexpr,  # T, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Makes both lists, with one CTA for all rows."""
+    """Computes `order` and `tiles` in one CTA, for all rows."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -64,7 +64,7 @@ def _few(
     PART: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Makes both lists by comparing each pair with each other pair. For up to PART pairs."""
+    """Computes `order` and `tiles` by comparing each pair with each other pair. For up to PART pairs."""
     p = tl.arange(0, PART)
     there = p < pairs
     ids = tl.load(ids_ptr + p, mask=there, other=E)
@@ -103,7 +103,7 @@ def _many(
     EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Makes both lists by counting the pairs of each expert. For more than PART pairs."""
+    """Computes `order` and `tiles` by counting the pairs of each expert. For more than PART pairs."""
     e = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, PAIRS, PART):
@@ -133,18 +133,18 @@ def _many(
 
 
 def tiles_of(pairs: int, experts: int, each: int) -> int:
-    """Returns the largest number of tiles for `pairs` pairs.
+    """Returns the largest number of tiles into which `pairs` pairs with `experts` experts may be divided.
 
-    The last tile of an expert may have fewer than `each` pairs.
+    A tile has up to `each` pairs of one expert. Only the last tile of an expert may have fewer.
     """
     return min(pairs, pairs // each + experts)
 
 
 def lists_of(ids: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor]:
-    """Returns (`order`, `tiles`), see the module's docstring, for ids int32 [R, chosen].
+    """Sorts pairs by expert and divides them into tiles. Returns (`order`, `tiles`); see the table above.
 
     Args:
-        ids: expert of each pair.
+        ids: int32 [R, chosen], the expert of each pair.
         experts: E; all ids are below it.
         each: largest number of pairs in a tile.
     """
@@ -164,7 +164,10 @@ def lists_of(ids: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_sorting(pairs: Tensor, experts: int, each: int, count: int) -> tuple[Tensor, Tensor]:
-    """Computes `lists_of` with torch.sort, for ids [R * chosen]."""
+    """Computes the results of `lists_of` with torch.sort, for many rows.
+
+    pairs: int32 [R * chosen], the expert of each pair. count: number of tiles.
+    """
     order = pairs.sort(stable=True).indices.int()
     counts = torch.zeros(experts, dtype=torch.int32, device=pairs.device)
     counts = counts.scatter_add(0, pairs.long(), torch.ones_like(pairs))

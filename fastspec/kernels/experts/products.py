@@ -1,11 +1,10 @@
-"""Products of chosen experts. A CTA reads an expert's weights once for several rows.
+"""Products with 16-bit or fp32 weights of chosen experts. A CTA reads an expert's weights once for several rows of x.
 
-A pair is a row and one of its chosen experts; its number is row * CHOSEN + place. A CTA has pairs of one expert: a tile
-of lists.py, or one pair if there is a single row.
+A pair is a row of x and one of its chosen experts; its number is row * CHOSEN + place. A CTA has pairs with one expert:
+a tile of lists.py, or one pair if there is a single row. codes.py has the kernel for quantised weights.
 
-Row invariance: as in `product/portable`. The weights are the left operand, in tiles of at most 32 rows. An element is
-one chain of sums over k, for any number of rows and any index of a row. fp32 has one tile for every call. mxfp4.py has
-the kernel of mxfp4 stacks.
+Batch invariance. As in `product/portable`, the weights are the left operand, in tiles of at most 32 rows. An element is
+one chain of sums over k, for any number of rows and any index of a row. fp32 has one tile for every call.
 """
 
 # mypy: disable-error-code="assignment"
@@ -23,12 +22,13 @@ from fastspec.kernels.norm import normed_row, weight_of
 
 
 class Chosen(NamedTuple):
-    """The pairs of each CTA.
+    """Assignment of pairs to CTAs, as kernel arguments.
 
     Attributes:
-        ids: int32 [R * CHOSEN], the expert of each pair. Without `tiles` each pair has its own CTAs.
-        order: int32 [R * CHOSEN], pairs sorted by expert, or None.
-        tiles: int32 [T, 3], expert, index in `order` of the first pair, number of pairs (0: unused); or None.
+        ids: int32 [R * CHOSEN], the expert of each pair.
+        order: int32 [R * CHOSEN], numbers of pairs sorted by expert. None without `tiles`.
+        tiles: int32 [T, 3]: expert, index in `order` of the first pair, number of pairs (0: unused). None: each pair
+            has CTAs of its own.
     """
 
     ids: Any
@@ -37,11 +37,11 @@ class Chosen(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Arguments of the norm of a sum; all None if there is none.
+    """RMSNorm of the sums of expert outputs, as kernel arguments.
 
     Attributes:
-        weight: [K].
-        out: [R, K].
+        weight: [K]. None: no norm.
+        out: [R, K], receives the normed sums. None without a norm.
         eps: epsilon.
     """
 
@@ -51,10 +51,10 @@ class Norm(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Operands of a product.
+    """Operands of a product with the experts, as kernel arguments.
 
     Attributes:
-        x: [R, K], or a row for each pair.
+        x: [R, K], or [R * CHOSEN, K] with a row for each pair.
         weight: [E, N, K].
         bias: [E, N], or None.
     """
@@ -66,7 +66,7 @@ class Stack(NamedTuple):
 
 @triton.jit
 def _pairs_of(chosen, number, ROWS: tl.constexpr):
-    """Loads the expert of a tile, its pairs [ROWS], and a mask of the valid ones."""
+    """Loads the expert of tile `number`, the numbers of its pairs [ROWS], and a mask of those that exist."""
     at = tl.arange(0, ROWS)
     if chosen.tiles is None:
         return tl.load(chosen.ids + number), number + at * 0, at < 1
@@ -78,7 +78,10 @@ def _pairs_of(chosen, number, ROWS: tl.constexpr):
 
 @triton.jit
 def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Computes out + weight rows x rows^T; x_at [1, ROWS] and weight_at [BLOCK_N, 1] point to the rows' starts."""
+    """Returns out [BLOCK_N, ROWS] plus the products of weight rows with rows of x.
+
+    x_at [1, ROWS] and weight_at [BLOCK_N, 1] point to the start of each row. here: mask [ROWS] of rows that exist.
+    """
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -94,7 +97,10 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Loads all weight rows of the CTA, as blocks of K, before it waits for x. `some` is True if the CTA has pairs."""
+    """Loads all weights of a CTA, as a tuple of blocks [BLOCK_N, BLOCK_K]. `some`: False to load nothing.
+
+    This needs no x, so it may run before x is complete.
+    """
     k = tl.arange(0, BLOCK_K)
     blocks = ()
     for at in tl.static_range(0, K, BLOCK_K):
@@ -105,7 +111,7 @@ def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Computes `_values_product` from the result of `_weights_ahead`, with the same chain over k."""
+    """Computes `_values_product` with the weights that `_weights_ahead` loaded, in the same order over k."""
     k = tl.arange(0, BLOCK_K)
     xs = ()
     for at in tl.static_range(0, K, BLOCK_K):
@@ -118,9 +124,9 @@ def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Computes `_values_product` for gate rows and for up rows.
+    """Computes `_values_product` twice: for gate rows, added to `gate`, and for up rows, added to `up`.
 
-    The up rows are `up_of` elements after the gate rows.
+    weight_at points to the gate rows. The up rows are `up_of` elements after them.
     """
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
@@ -159,7 +165,7 @@ def expert_kernel(
 ):
     """Computes BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    With OF_PAIRS (the second product) it loads the list of pairs before it waits for x; with AHEAD the weights as well.
+    With OF_PAIRS (the second product) it loads the list of pairs, and with AHEAD the weights, before it waits for x.
     The first product writes only x, and lets this kernel start only after the list of pairs is complete.
     """
     if PDL:
@@ -207,9 +213,9 @@ def expert_kernel(
 def sum_kernel(
     outputs_ptr,  # [R * CHOSEN, K]
     factors_ptr,  # fp32 [R, CHOSEN]
-    shared_ptr,  # [R, K]
-    shared_logits_ptr,  # fp32 [R]
-    residual_ptr,  # [R, K]
+    shared_ptr,  # [R, K] output of the shared expert, or None
+    shared_logits_ptr,  # fp32 [R] or None: the shared output is multiplied by the sigmoid of its logit
+    residual_ptr,  # [R, K] or None
     out_ptr,  # [R, K]
     norm,  # Norm
     K: tl.constexpr,
@@ -220,7 +226,7 @@ def sum_kernel(
 ):
     """Computes [residual +] the sum of a row's expert outputs times their factors [+ shared output].
 
-    The outputs are added in the order of ids. With a norm, a CTA has a whole row.
+    The outputs are added in the order of the row's ids. With a norm, a CTA has a whole row; else BLOCK columns of it.
     """
     if PDL:
         gdc_launch_dependents()

@@ -1,12 +1,12 @@
-"""Chooses the experts of each row, and computes their factors. One CTA per row, and one more for its norm.
+"""Routing of an MoE layer: chooses the experts of each row, and computes their factors. One CTA per row.
 
 | argument   | shape, dtype   | notes                                                      |
 |------------|----------------|------------------------------------------------------------|
-| logits     | [R, N] fp32    | contiguous; E experts, then the shared expert's gate       |
+| logits     | [R, N] fp32    | contiguous; E experts, then the shared expert's gate if any |
 | correction | [E] fp32       | or None: added to the scores only to choose experts        |
 
 E is at most `MAX_EXPERTS`. The order of a sum over all experts depends only on E. Scores of chosen experts are added in
-the order of choice.
+the order in which they are chosen. `route_normed` also computes an RMSNorm of each row, in one more CTA per row.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ MAX_EXPERTS = 4096  # largest number of logits of one CTA
 SCORES = {"softmax": 0, "sigmoid": 1, "logits": 2}
 # for at most this many experts, or elements of a norm, a CTA has one warp, so that no sum needs a barrier
 ONE_WARP = 2048
-LEAST = tl.constexpr(-(2**31))  # less than the keys of all scores
+LEAST = tl.constexpr(-(2**31))  # less than the results of `_ordered` for all scores
 
 
 class RowNorm(NamedTuple):
-    """Arguments of the norm of the rows that experts multiply; all None if there is none.
+    """RMSNorm of the rows that are the experts' input, as kernel arguments.
 
     Attributes:
-        x: [R, K], rows to norm.
-        weight: [K].
-        normed: [R, K], output.
+        x: [R, K], rows to norm. None: no norm.
+        weight: [K]. None without a norm.
+        normed: [R, K], receives the normed rows. None without a norm.
         eps: epsilon.
     """
 
@@ -49,7 +49,7 @@ class RowNorm(NamedTuple):
 
 @triton.jit
 def _ordered(x):
-    """Converts fp32 x to int32 with the same order and equal zeros.
+    """Converts fp32 x to int32 keys in the same order; 0 and -0 have the same key.
 
     A warp finds the largest int32 in one instruction.
     """
@@ -59,16 +59,19 @@ def _ordered(x):
 
 @triton.jit
 def _largest(keys, at, none):
-    """Returns the largest of int32 `keys`, and its index; of equal keys the lowest index. `at` are the indices."""
+    """Returns the largest of int32 `keys`, and its index; of equal keys the lowest index.
+
+    at: indices of the keys. none: a number that is not below any index.
+    """
     best = tl.max(keys, axis=0)
     return best, tl.min(tl.where(keys == best, at, none), axis=0)
 
 
 @triton.jit
 def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """Sets `ranked` to -inf outside of the KEPT best groups.
+    """Returns the scores `ranked`, with -inf outside of the KEPT best of GROUPS groups of experts.
 
-    The value of a group is the sum of its two largest scores.
+    Groups are ranked by the sum of their two largest scores. e: numbers of the experts.
     """
     SIZE: tl.constexpr = E // GROUPS
     group = tl.arange(0, BLOCK)  # there are at most as many groups as experts
@@ -95,24 +98,24 @@ def route_kernel(
     ids_ptr,  # int32 [R, HELD]
     factors_ptr,  # fp32 [R, HELD]
     scale,
-    added,  # eps of the rule
+    added,  # `eps` of the rule, added to the sum of chosen scores
     beside,  # RowNorm
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
     HELD: tl.constexpr,  # CHOSEN, plus 1 if there is a shared expert
     GATED: tl.constexpr,  # the shared expert's gate is the logit after those of the experts
-    SCORES: tl.constexpr,
-    NORMED: tl.constexpr,
+    SCORES: tl.constexpr,  # value of the table SCORES
+    NORMED: tl.constexpr,  # factors are divided by the sum of chosen scores
     GROUPS: tl.constexpr,
     KEPT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PLACES: tl.constexpr,
+    BLOCK: tl.constexpr,  # E, rounded up to a power of two
+    PLACES: tl.constexpr,  # HELD, rounded up to a power of two
     K: tl.constexpr,
     ROUND_FIRST: tl.constexpr,
-    WIDE: tl.constexpr,  # a power of two, for K
+    WIDE: tl.constexpr,  # K, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Computes the experts of one row, or its norm."""
+    """Chooses the experts of one row, or computes the row's norm in the second CTA. The grid is (row, 1 or 2)."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -151,7 +154,7 @@ def _choose(
     BLOCK: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Chooses the experts of a row and computes their factors."""
+    """Chooses the experts of a row and computes their factors. For the arguments see `route_kernel`."""
     e = tl.arange(0, BLOCK)
     logits_ptr += row * (E + GATED)
     scores = tl.load(logits_ptr + e, mask=e < E, other=float("-inf"))
@@ -198,10 +201,13 @@ def _choose(
 
 
 def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Computes `Ops.route` with a Triton kernel.
+    """Chooses the experts of each row, and computes their factors, as `Ops.route`.
 
     Args:
         logits, rule, correction: see `Ops.route`.
+
+    Returns:
+        ids int32 [R, held] and factors fp32 [R, held]. held: number of chosen experts, plus 1 with a shared expert.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.
@@ -217,10 +223,13 @@ def route_normed(
     weight: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes `Ops.route_normed` with a Triton kernel.
+    """Computes `route` and an RMSNorm of x in one launch, as `Ops.route_normed`.
 
     Args:
         logits, rule, correction, x, weight, eps: see `Ops.route_normed`.
+
+    Returns:
+        ids and factors of `route`, and the normed x.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above, or x has another number of rows than logits.

@@ -1,4 +1,4 @@
-"""Norm before a router and the router's product, in one launch. That saves a launch in steps, which have few rows.
+"""RMSNorm before the router of an MoE layer, and the router's product, in one launch for the few rows of a decode pass.
 
 | argument | shape, dtype                      | notes                                            |
 |----------|-----------------------------------|--------------------------------------------------|
@@ -8,7 +8,7 @@
 | bias     | [N], x's dtype                    | or None                                          |
 
 A CTA loads BLOCK_N rows of the router before it waits for x. Then it computes their logits for one row of x after the
-other. The order of an element's sum depends only on K, so a row's bits do not depend on other rows.
+other. The order of the sum over K depends only on K, so a row's bits do not depend on other rows.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.norm import normed_row, weight_of
 
-MAX_WIDTH = 8192
-BLOCK_N = 8
+MAX_WIDTH = 8192  # largest K
+BLOCK_N = 8  # rows of the router in a CTA
 PROGRAMS = 1024  # largest number of CTAs with one row of x each; above it, a CTA has several rows
 
 
@@ -39,15 +39,15 @@ def router_kernel(
     logits_ptr,  # fp32 [R, N]
     eps,
     rows,  # R
-    each,  # rows of x per CTA
+    each,  # rows of x in a CTA
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a power of two, for K
+    BLOCK_K: tl.constexpr,  # K, rounded up to a power of two
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes BLOCK_N logits of `each` rows. The first CTA of a row stores its norm."""
+    """Computes BLOCK_N logits of `each` rows of x in each CTA. The first CTA of a row also stores the normed row."""
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -80,10 +80,13 @@ def router_kernel(
 
 
 def normed_logits(x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes `Ops.normed_logits` with a Triton kernel.
+    """Computes the RMSNorm of x, and the router's logits of the normed x, as `Ops.normed_logits`.
 
     Args:
         x, weight, eps, router, bias: see `Ops.normed_logits`.
+
+    Returns:
+        The normed x, and logits fp32 [..., N].
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.

@@ -1,24 +1,26 @@
-"""Product with a packed weight for the few rows of a decode pass, fused with the norm before it and the sum after it.
+"""Product of a decode pass's rows with a packed weight, fused with the norm before it and the residual sum after it.
 
-    out = act(rms_norm(x) weight^T + bias) + residual,    if gated: act(gate, up) = silu(gate) * up, or with gelu
+    out = act(rms_norm(x) weight^T + bias) + residual,    if gated: act(gate, up) = silu(gate) * up, or gelu(gate) * up
 
 | argument | shape, dtype                            | notes                                             |
 |----------|-----------------------------------------|---------------------------------------------------|
 | x        | [..., K] bf16 or fp16                   | any number of rows                                |
-| weight   | `Weight` [N, K] in x's dtype            | packed or codes; gated if the call is             |
-| bias     | [N], x's dtype                          | gate first, as in the weight before packing       |
+| weight   | `Weight` [N, K] in x's dtype            | packed or codes; gated if the call is gated       |
+| bias     | [N], x's dtype                          | not interleaved: the N/2 values of the gate first |
 | norm     | (gamma [K] in x's dtype, eps)           | RMSNorm of x, arXiv 1910.07467                    |
 | residual | [..., N or N/2], x's dtype              |                                                   |
 | out      | [..., N or N/2], x's dtype or fp32      | rounded once, from fp32                           |
 
-Products accumulate in fp32. With a norm the operands are x * gamma, each rounded once. Meanwhile the squares of x are
-summed in fp32, and the sum of products is scaled at the end. In fp16 x * gamma must be in fp16's range.
+Products accumulate in fp32. With a norm the operands are x * gamma, each rounded once. The squares of x are summed in
+fp32, and a row's sums of products are multiplied by 1 / sqrt(mean(x^2) + eps) at the end. In fp16, x * gamma must not
+overflow.
 
-Row invariance: a sum over K consists of S sums, each over every S-th K tile of KT values in ascending order. These are
-then added in order. S and KT depend only on the weight's shape. So a row's bits do not depend on other rows, on the
-kernel or on its tiles.
+Batch invariance. The sum over K is split into S partial sums. Each is over every S-th K tile of KT values, in ascending
+order. The partial sums are then added in a fixed order (`plan.Split`). This split depends only on the weight. So a
+row's bits do not depend on other rows, on the kernel or on its tiles.
 
-The largest logit of a packed head is found in the kernel that computes the logits, which are not stored:
+For greedy decoding, the kernel that computes the logits of a packed LM head also finds the largest logit of each row.
+The logits are not stored:
 
     out[r] = argmax_{id < limit} logits[r, id],    logits = rms_norm(x) weight^T in fp32, equal to `packed_linear`
 
@@ -27,11 +29,11 @@ The largest logit of a packed head is found in the kernel that computes the logi
 | x        | [R, K] bf16 or fp16             |                                                  |
 | weight   | `Weight` [V, K] in x's dtype    | packed, not gated                                |
 | scratch  | int64 [R + 1] or more           | zero before and after; for one launch at a time  |
-| out      | int64 [R], any stride           | uint64: the keys themselves, see `reference.keys_of` |
+| out      | int64 [R], any stride           | if uint64: keys, see `reference.linear.keys_of`  |
 
-Of equal logits the lowest id is taken, and NaN counts as the largest, as in torch.argmax. Each CTA enters the largest
-logit of its weight rows by an integer maximum per row of x. So the order of CTAs does not matter. The last CTA writes
-the ids and clears the scratch.
+Of equal logits the lowest id is taken, and NaN counts as the largest, as in torch.argmax. For each row of x, a CTA
+finds the largest logit of its weight rows. It combines this logit and its id, as one integer key, with the scratch by
+an atomic maximum. So the order of CTAs does not matter. The last CTA writes the ids and clears the scratch.
 """
 
 from __future__ import annotations
@@ -55,11 +57,15 @@ def packed_linear(
     out_dtype: torch.dtype | None = None,
     pdl: bool,
 ) -> Tensor:
-    """Computes `Ops.packed_linear` with a Triton kernel.
+    """Returns act(rms_norm(x) @ weight.T + bias) + residual, as `Ops.packed_linear`. The table above has the shapes.
 
     Args:
-        pdl: True if the kernels may start before the previous kernel ends, and let the next one start early. All
-            kernels of the chain must then be launched with it. Needs sm_90.
+        x, weight, bias, norm, residual: see the table above. None: the operation is left out.
+        gated: True if act is silu(gate) * up. The first half of the weight's N rows are gate rows, as before packing.
+        gelu: True for gelu instead of silu in a gated product.
+        out_dtype: dtype of the result: x's, or float32. Default: x's.
+        pdl: True to launch with programmatic dependent launch: the kernels may start before the previous kernel ends,
+            and let the next one start early. All kernels of the pass must then be launched with it. Needs sm_90.
 
     Raises:
         TypeError: dtypes that do not fit each other.
@@ -92,12 +98,15 @@ def packed_argmax(
     pdl: bool,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Computes `Ops.packed_argmax` with a Triton kernel. The result is written to `out`, if given.
+    """Returns the id of the largest logit of each row, as `Ops.packed_argmax`. The second table above has the shapes.
 
     Args:
-        limit: only ids below it count. At least 1 for ids; may be 0 for keys.
-        scratch: calls that may run at the same time need different ones.
+        x, weight: operands of the logits. `weight` is the LM head.
+        limit: only ids below it are compared. At least 1 for ids; may be 0 for keys.
+        scratch: memory of zeros. Calls that may run at the same time need different scratch.
+        norm: weight and epsilon of an RMSNorm of x. None: no norm.
         pdl: see `packed_linear`.
+        out: int64 [R] for ids, or uint64 [R] for keys. None: a new tensor of ids.
 
     Raises:
         TypeError: dtypes that do not fit each other.
@@ -120,15 +129,20 @@ def packed_argmax(
 
 
 def checked_rows(x: Tensor, weight: Weight, norm: tuple[Tensor, float] | None) -> Tensor:
-    """Returns x [..., K] as contiguous rows [M, K]. Raises if the arguments do not fit each other."""
+    """Checks the operands of a packed product, and returns x [..., K] as contiguous rows [M, K].
+
+    Raises:
+        TypeError: dtypes that do not fit each other.
+        ValueError: shapes that do not fit each other, or a weight that the packed products cannot read.
+    """
     if weight.format == "rows":
         raise ValueError(f"weight is stored as {weight.format}; pack it first, with `Weight.pack`")
     if weight.format == "codes" and x.dtype != torch.bfloat16:
-        raise TypeError(f"x is {x.dtype}; what quantised weights multiply must be bfloat16")
+        raise TypeError(f"x is {x.dtype}; with a quantised weight it must be bfloat16")
     if x.dtype not in GLUON_TYPE or weight.dtype != x.dtype:
         raise TypeError(f"x is {x.dtype} and weight {weight.dtype}; both must be bfloat16 or both float16")
     if weight.tree and norm is not None:
-        raise ValueError("weight's sum over K is a tree, which has no norm in front; norm x first")
+        raise ValueError("weight has tree=True, so this product can have no norm in front; norm x first")
     _, k = weight.shape
     if k % 64 != 0:
         raise ValueError(f"weight has K = {k}; packed products need a multiple of 64, see `packing.can_pack`")

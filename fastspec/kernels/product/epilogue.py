@@ -1,7 +1,7 @@
-"""Device code of all packed products: operands from 32-bit words, sums in a fixed order, and the end of a tile.
+"""Device code of all packed products: operands from 32-bit words, sums in a fixed order, and the epilogue of a tile.
 
-Weights and activations are moved as 32-bit words of two 16-bit values each, low half first. A loop keeps words in
-32-bit registers. One word holds the operands of one multiplication of pairs.
+Weights and activations are loaded as 32-bit words of two 16-bit values each, low half first. A word is one register,
+and one operand of an instruction on pairs of values (bf16x2, f16x2).
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -17,13 +17,13 @@ from fastspec.kernels.product.k_steps import by_groups, in_order
 # for results that the next kernel reads: they stay in L2 while weights stream through it, and are not written to device
 # memory
 STAYS = gl.constexpr("evict_last")
-LIFTED = gl.constexpr(2.0**64)
-GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)
+LIFTED = gl.constexpr(2.0**64)  # factor of RAISE in `write_tile`
+GELU = gl.constexpr((2 / 3.141592653589793) ** 0.5)  # sqrt(2 / pi) of the tanh formula
 
 
 @gluon.jit
 def weight_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """Casts words [S, R, K/2] to values [S, R, K] in the layout of the left operand. Needs no instruction."""
+    """Casts words of weights [S, R, K/2] to 16-bit values [S, R, K], the left operand. Needs no instruction."""
     low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
     values = gl.reshape(gl.join(low, high), [words.shape[0], words.shape[1], words.shape[2] * 2])
     return gl.convert_layout(values.to(DTYPE, bitcast=True), layout, assert_trivial=True)
@@ -31,7 +31,7 @@ def weight_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def row_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """Casts words [S, K/2, BM] to values [S, K, BM] in the layout of the right operand."""
+    """Casts words of x [S, K/2, BM] to 16-bit values [S, K, BM], the right operand. Needs no instruction."""
     low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
     pairs = gl.permute(gl.join(low, high), (0, 1, 3, 2))
     values = gl.reshape(pairs, [words.shape[0], words.shape[1] * 2, words.shape[2]])
@@ -40,9 +40,9 @@ def row_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def times_gamma(words, gamma, DTYPE: gl.constexpr):
-    """Multiplies pairs of values by gamma, each rounded once.
+    """Multiplies words of two values by words of gamma. Each product is rounded once.
 
-    Computes x * gamma - 0, which sm_80 has for both types.
+    In bf16 it computes the FMA x * gamma - 0, because sm_80 has no multiplication of bf16 pairs.
     """
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(
@@ -61,7 +61,7 @@ def times_gamma(words, gamma, DTYPE: gl.constexpr):
 
 @gluon.jit
 def unpacked(words, DTYPE: gl.constexpr):
-    """Splits words of two values each into (low, high) in fp32."""
+    """Converts words of two 16-bit values to two fp32 tensors: (low halves, high halves)."""
     if gl.bfloat16 == DTYPE:
         low, high = words << 16, words & -65536
         return low.to(gl.float32, bitcast=True), high.to(gl.float32, bitcast=True)
@@ -86,16 +86,16 @@ def _each_of_four(words):
 
 @gluon.jit
 def no_squares(words):
-    """Returns zeros [...] from which `add_squares` starts, for words [..., 4]."""
+    """Returns zeros [...], the first `total` of `add_squares`, for words [..., 4]."""
     one = _each_of_four(words)[0]
     return gl.full(one.shape, 0.0, gl.float32, layout=one.type.layout)
 
 
 @gluon.jit
 def add_squares(total, words, DTYPE: gl.constexpr):
-    """Returns total [...] + the squares of words [..., 4], added one by one.
+    """Adds to total [...] the squares of the 8 values in words [..., 4], one after the other.
 
-    So sums are rounded in the same order in any layout.
+    So the sums are rounded in the same order in any layout.
     """
     four = _each_of_four(words)
     for i in gl.static_range(4):
@@ -106,7 +106,7 @@ def add_squares(total, words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def folded(x):
-    """Sums [A, n] to [A]: first neighbours, then neighbouring sums, and so on, in any layout."""
+    """Sums [A, n] to [A] as a binary tree of neighbours, in any layout. n is a power of two, at most 32."""
     for _ in gl.static_range(5):
         if x.shape[1] > 1:
             left, right = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
@@ -139,13 +139,13 @@ def plus(sums, accs):
 
 @gluon.jit
 def added_up(x):
-    """Sums [A, n] to [A] from the first to the last. One thread has all of n in its registers."""
+    """Sums [A, n] to [A], from the first element to the last. A thread must have all n elements of a row."""
     return in_order(apart(x))
 
 
 @gluon.jit
 def sum_of_splits(acc, PAIRWISE: gl.constexpr):
-    """Adds the sums [S, R, BM] of S warps. First adds each PAIRWISE neighbouring sums, then these results in order.
+    """Adds the partial sums [S, R, BM] of S warps, in the order of `by_groups`.
 
     Returns [R / 16, 2, 8, BM].
     """
@@ -162,21 +162,22 @@ def sum_of_splits(acc, PAIRWISE: gl.constexpr):
 
 @gluon.constexpr_function
 def column_layout(tile):
-    """Returns the layout of a vector over the last axis of a tile [A, 2, 8, BM] with layout `tile`."""
+    """Returns the layout of a vector [BM] along the last axis of a tile [A, 2, 8, BM] whose layout is `tile`."""
     return gl.SliceLayout(0, gl.SliceLayout(0, gl.SliceLayout(0, tile)))
 
 
 @gluon.jit
 def root_scale(squares, K: gl.constexpr, eps):
-    """Returns 1 / root mean square, from sums of squares over K."""
+    """Returns 1 / sqrt(mean(x^2) + eps) of rows, from their sums of squares over K."""
     return gl.rsqrt(squares * (1.0 / K) + eps)
 
 
 @gluon.jit
 def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
-    """Returns `root_scale` of rows. squares_ptr has their sums of squares by split, fp32 [S, M].
+    """Returns `root_scale` of the rows with numbers `row`.
 
-    `there` is a mask, or None.
+    squares_ptr: fp32 [S, M], sums of squares of each row for each of S splits of K. there: mask of rows that exist;
+    None: all exist.
     """
     splits = ()
     for i in gl.static_range(S):
@@ -187,7 +188,7 @@ def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constex
 
 @gluon.jit
 def row_factor(scale, like):
-    """Reshapes a factor for each row of x, [BM], to [1, 1, 1, BM], for tiles like `like`."""
+    """Reshapes one factor per row of x, [BM], to [1, 1, 1, BM], in the layout of a tile `like` [A, 2, 8, BM]."""
     columns: gl.constexpr = column_layout(like.type.layout)
     if scale.type.layout != columns:
         scale = gl.convert_layout(scale, columns)
@@ -196,21 +197,21 @@ def row_factor(scale, like):
 
 @gluon.jit
 def loaded_factor(scale_ptr, first_row, M, like):
-    """Loads `row_factor` of rows from `first_row` on, from scale_ptr fp32 [M]."""
+    """Loads the factors of rows `first_row` and following from scale_ptr, fp32 [M], in the shape of `row_factor`."""
     row = first_row + gl.arange(0, like.shape[3], layout=column_layout(like.type.layout))
     return row_factor(gl.load(scale_ptr + row, mask=row < M, other=0.0), like)
 
 
 @gluon.jit
 def row_numbers(total):
-    """Returns 0 .. BM - 1 as [1, 1, 1, BM]: the row of x that belongs to each column of a tile."""
+    """Returns 0 .. BM - 1 as [1, 1, 1, BM]: the row of x at each index of a tile's last axis."""
     at = gl.arange(0, total.shape[3], layout=column_layout(total.type.layout))
     return gl.expand_dims(gl.expand_dims(gl.expand_dims(at, 0), 0), 0)
 
 
 @gluon.jit
 def weight_numbers(total, first, group, half):
-    """Returns first + group a + half h + r as [A, 2, 8, 1]: the weight row at [a, h, r] of a tile."""
+    """Returns first + group a + half h + r as [A, 2, 8, 1]: the number of the weight row at [a, h, r] of a tile."""
     planes: gl.constexpr = gl.SliceLayout(0, total.type.layout)
     groups: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, total.type.layout))
     a = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, groups))
@@ -230,7 +231,7 @@ def _halves(tile):
 
 @gluon.jit
 def regrouped(word):
-    """Returns the index of a word after regrouping: the words that one product of 16 values reads become neighbours.
+    """Returns the index of a word of x after regrouping: the words of one product over 16 values become neighbours.
 
     Of every 32 words, word 16 h + 4 c + t moves to 8 t + 4 h + c.
     """
@@ -247,13 +248,13 @@ def _width(N, GATED: gl.constexpr):
 
 @gluon.constexpr_function
 def _owned(tile, OWN):
-    """Returns the number of weight rows of a tile that it stores: OWN, or all of them if OWN is 0."""
+    """Returns the number of weight rows of a tile whose results are stored: OWN, or all rows if OWN is 0."""
     return OWN or tile.shape[0] * 16
 
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns the output column of each weight row of tile `tile_id`. With GATED a gate and its up have one column."""
+    """Returns the output column of each weight row of a tile. With GATED a gate row and its up row have the same."""
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:
@@ -262,7 +263,7 @@ def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit
 def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns the end of a tile's output columns: the first column after them, at most `width`."""
+    """Returns the end of a tile's output columns: the first column that it does not store, at most `width`."""
     if _owned(like, OWN) < like.shape[0] * 16:
         width = gl.minimum(width, (tile_id + 1) * _width(_owned(like, OWN), GATED))
     return width
@@ -270,7 +271,10 @@ def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit
 def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns offsets in the output, and a mask of those inside it: [A, 2, 8, BM], or [A, 8, BM] if GATED."""
+    """Returns offsets of a tile's values from output row `first_row`, and a mask of those that are stored.
+
+    Both are [A, 2, 8, BM], or [A, 8, BM] if GATED.
+    """
     row = row_numbers(like)
     column = _columns(like, tile_id, GATED, OWN)
     width = _width(N, GATED)
@@ -286,7 +290,7 @@ def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.conste
 def addends(
     like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.constexpr, OWN: gl.constexpr = 0
 ):  # fmt: skip
-    """Loads bias and residual, if given, which `write_tile` adds."""
+    """Loads a tile's values of the bias and of the residual, where given, as `loaded` of `write_tile`."""
     loaded = ()
     if bias_ptr is not None:
         column = _columns(like, tile_id, GATED, OWN)
@@ -303,9 +307,9 @@ def addends(
 
 @gluon.constexpr_function
 def _rows_layout(runs, each, BM, warps):
-    """Layout of [runs, each, BM]: a thread has the `each` values of one run.
+    """Returns a layout of [runs, each, BM] in which a thread has the `each` values of a run.
 
-    Neighbouring lanes have the row's next runs.
+    A run is `each` neighbouring values of a row. Neighbouring lanes have neighbouring runs.
     """
     held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
     spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
@@ -320,10 +324,10 @@ def _store_rows(
     values, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] if GATED, by rows.
+    """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] if GATED, as contiguous pieces of output rows.
 
-    A lane stores 16 bytes, or a word if REGROUP. wgmma leaves single values of several rows in a warp's registers, so
-    the values are first converted to this layout.
+    A lane stores 16 bytes, or a word if REGROUP. wgmma leaves single values of several rows in a thread's registers, so
+    the values are first converted to the layout of these stores.
     """
     BM: gl.constexpr = values.shape[len(values.shape) - 1]
     EACH: gl.constexpr = 2 if REGROUP else 8
@@ -351,10 +355,11 @@ def write_tile(
 ):  # fmt: skip
     """Finishes a tile: adds the bias, applies silu(gate) * up, adds the residual, rounds once and stores.
 
-    GATED: 2 for gelu (tanh formula, arXiv 1606.08415) instead of silu. REGROUP: stores in the order of `regrouped`.
-    Needs WARPS. OWN: number of weight rows that the tile stores, a multiple of 16; 0: all. WARPS: number of warps that
-    multiplied by wgmma; 0: another product, whose values are stored from their layout. RAISE: multiplies the result by
-    2^64, exactly, for a next product with 8-bit codes.
+    total: sums [A, 2, 8, BM]. loaded: result of `addends`. GATED: 0 for no gate, 2 for gelu (tanh formula, arXiv
+    1606.08415) instead of silu. REGROUP: stores words in the order of `regrouped`; needs WARPS. OWN: number of weight
+    rows whose results are stored, a multiple of 16; 0: all. WARPS: number of warps, if wgmma computed the tile. 0: mma
+    computed it, and values are stored from their layout. RAISE: multiplies the result by 2^64, exactly, for a next
+    product with 8-bit codes.
     """
     at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN)
     if BIAS:
@@ -382,10 +387,11 @@ def write_tile(
 
 @gluon.jit
 def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constexpr = 0):
-    """Enters the largest logit of each row of a tile [A, 2, 8, BM] into `keys` by an integer maximum.
+    """Combines the largest logit of each row of x in a tile [A, 2, 8, BM] with keys_ptr, by an atomic maximum.
 
-    A key orders by logit, then by lower id. Its upper 32 bits order floats as integers, with NaN on top and equal
-    zeros. Its lower 31 bits are 2^31 - 1 - id. Every key is above zero, so zero means that there is none yet.
+    A key holds a logit and its id. Keys are ordered by logit, then by lower id. The upper 32 bits order floats as
+    integers; NaN is the largest, and 0 equals -0. The lower 31 bits are 2^31 - 1 - id. Every key is above zero, so zero
+    means that there is no key yet.
     """
     A: gl.constexpr = total.shape[0]
     token = _columns(total, tile_id, False, OWN)
@@ -401,9 +407,9 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constex
 
 @gluon.jit
 def write_argmax(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
-    """Writes ids from the keys, and clears the keys for the next launch. Only the last CTA of a launch does this.
+    """Writes the ids of the keys, and clears the keys for the next launch. Only the last CTA that calls it does this.
 
-    keys_ptr: int64 [M + 1]; the last element counts CTAs. out_ptr: int64 ids. If uint64: gets the keys unchanged.
+    keys_ptr: int64 [M + 1]; the last element counts CTAs. out_ptr: int64 for ids, or uint64 for the keys themselves.
     """
     kind: gl.constexpr = out_ptr.dtype.element_ty
     # every warp must have entered its maxima before one thread counts this CTA as done

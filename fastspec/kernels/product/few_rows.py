@@ -1,4 +1,4 @@
-"""Packed product for few rows of x: operands go from memory to registers, warps split K.
+"""Packed product for few rows of x: operands go from global memory to registers, and warps split K.
 
 A CTA has R weight rows by BM rows of x. S warps take the K tiles of KT values in turn. A lane loads 16 contiguous bytes
 of a K tile: operands of the tensor core, or codes that it converts to operands (see reader.py). Weights and x do not
@@ -7,8 +7,9 @@ pass through shared memory. D K tiles of weights are loaded before the kernel wa
 With a norm, the squares of x are summed during the products, or AHEAD of them, while the first weights are loaded.
 Before products with codes another kernel computes the norm.
 
-Row invariance: an element consists of S sums over every S-th K tile, each in ascending order. They are then added in
-order. A row's bits depend neither on the number of rows nor on the row's index.
+Batch invariance. An element of the result is the sum of S partial sums, one of each warp. Each is over every S-th K
+tile, in ascending order. They are then added in a fixed order. A row's bits depend neither on the number of rows nor on
+the row's index.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -55,7 +56,8 @@ from fastspec.kernels.product.reader import (
 )
 
 UNROLLED = gl.constexpr(16)  # with more K tiles than this, the loop over them is not unrolled
-# the same if groups have sums or there are many rows: the assembler would start all iterations at once
+# the same limit, if groups of K have their own sums or x has several blocks of rows: the assembler would start all
+# iterations at once
 UNROLLED_LESS = gl.constexpr(4)
 SQUARED = gl.constexpr(4)  # K tiles of x that are loaded ahead while their squares are summed
 
@@ -63,7 +65,10 @@ SQUARED = gl.constexpr(4)  # K tiles of x that are loaded ahead while their squa
 @gluon.jit
 def _rows(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr,
           BLOCKS: gl.constexpr):  # fmt: skip
-    """Loads words of x of a K tile: of each block and unit. With a norm also those of gamma."""
+    """Loads the words of x of a K tile: one tensor for each block of rows and unit of K. With a norm, gamma's follow.
+
+    For `at`, `of`, `first` and `inside` see `rows_in`.
+    """
     rows = ()
     for b in gl.static_range(BLOCKS):
         rows = rows + rows_in(at[0], of[b], first, inside, RAGGED, KT, UNIT)
@@ -74,7 +79,7 @@ def _rows(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.cons
 
 @gluon.jit
 def _first_of(some):
-    """Returns the first element of a tuple. An empty tuple for an empty one."""
+    """Returns the first element of a tuple, or () if the tuple is empty."""
     if len(some) == 0:
         return ()
     else:
@@ -83,7 +88,7 @@ def _first_of(some):
 
 @gluon.jit
 def _moved(at, words: gl.constexpr):
-    """Moves the addresses of x and of gamma."""
+    """Returns the addresses of x and of gamma, advanced by `words` words."""
     found = ()
     for i in gl.static_range(len(at)):
         found = found + (at[i] + words,)
@@ -102,7 +107,10 @@ def _runs(words):
 
 @gluon.jit
 def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr):
-    """Sums the squares of rows of x over each 8 values that a lane loads together: [S, KT / 32, 4, BM]."""
+    """Sums the squares of x over all K tiles: [S, KT / 32, 4, BM], one sum for each 8 values that a lane loads at once.
+
+    For `at`, `of` and `k` see `words_at`.
+    """
     total = no_squares(_runs(words_at(at, of, k, RAGGED, "")))
     FULL: gl.constexpr = (T - 1 if RAGGED else T) // SQUARED
     if T <= UNROLLED:
@@ -119,7 +127,7 @@ def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexp
 
 @gluon.jit
 def _row_sums(total):
-    """Sums the squares [S, KT / 32, 4, BM] to [BM]: first neighbours, then the S parts in order."""
+    """Adds the sums of squares [S, KT / 32, 4, BM] to [BM]: those of a split as a binary tree, then splits in order."""
     S: gl.constexpr = total.shape[0]
     BM: gl.constexpr = total.shape[3]
     RUNS: gl.constexpr = total.shape[1] * 4
@@ -143,10 +151,10 @@ def _step(
     sums, squares, k_tile, rows, x_at, x_of, x_in, ones_of, left: gl.constexpr, right: gl.constexpr, FORM: gl.constexpr,
     GROUP: gl.constexpr, KT: gl.constexpr, FIRST: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """Multiplies one K tile with all rows of x. Codes are converted once for all of them.
+    """Adds the products of one K tile to the sums of each block of rows of x. Codes are converted once for all blocks.
 
-    Adds to the sums of each block, and the squares of the rows to `squares`, if there are any. rows: words that were
-    loaded ahead. Empty: words of each block are loaded when they are needed.
+    Also adds the squares of x to `squares`, unless it is empty. rows: words of x that were loaded ahead. Empty: the
+    words of each block are loaded when they are needed.
     """
     UNIT: gl.constexpr = unit_of(FORM, GROUP, KT)
     UNITS: gl.constexpr = KT // UNIT
@@ -185,16 +193,16 @@ def few_rows_kernel(
     R: gl.constexpr,
     BM: gl.constexpr,
     D: gl.constexpr,  # number of K tiles of weights loaded ahead
-    XD: gl.constexpr,  # number of K tiles of x loaded ahead; 0 with codes: none
-    AHEAD: gl.constexpr,
+    XD: gl.constexpr,  # number of K tiles of x loaded ahead; 0, with codes only: none
+    AHEAD: gl.constexpr,  # True: squares of x are summed before the products
     FORM: gl.constexpr,  # "values", or the form of codes, see `code_packing`
     GROUP: gl.constexpr,  # values of K that share a scale; 0: all
-    PER: gl.constexpr,  # words of scales per tile and group; for fp4 per 128 values of K
+    PER: gl.constexpr,  # words that hold the scales of 16 weight rows for one group; with fp4, for 128 values of K
     GATED: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes R weight rows by BM rows of x in one CTA."""
+    """Computes a tile of the result in each CTA: the products of R weight rows with BM rows of x, and the epilogue."""
     x_ptr, gamma_ptr, scale_ptr, eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     UNIT: gl.constexpr = unit_of(FORM, GROUP, KT)

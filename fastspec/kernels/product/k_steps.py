@@ -1,4 +1,7 @@
-"""Order of sums over K in kernels for many rows: steps of 64 values, passes of steps, and how passes are added."""
+"""Order of the sum over K in the kernels for many rows.
+
+A pass over K computes one of S partial sums, in steps of 64 values. `by_groups` adds partial sums in a fixed order.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,17 @@ WORDS = gl.constexpr(32)  # words of a row in a step: 64 values, half a K tile o
 
 @gluon.constexpr_function
 def steps_of(K, S, KT, depth):
-    """Returns the number of steps of a pass over K, a multiple of `depth`. Extra steps multiply zeros."""
+    """Returns the number of steps of a pass over K, rounded up to a multiple of `depth`. Extra steps multiply zeros."""
     steps = -(-K // (S * KT)) * (KT // 64)
     return -(-steps // depth) * depth
 
 
 @gluon.jit
 def place_of(step, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Returns the word of K at which a step begins.
+    """Returns the index, along K in words, of the first word that a step multiplies. A word has two values.
 
-    A pass has STEPS steps, and each pass starts one K tile after the last.
+    Steps are numbered through all passes, STEPS in each pass. Pass p reads the K tiles p, p + S, p + 2 S and so on.
+    K_TILE: words of a K tile.
     """
     HALVES: gl.constexpr = K_TILE // WORDS
     within = step % STEPS
@@ -28,7 +32,7 @@ def place_of(step, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def in_order(parts):
-    """Sums a tuple from its first element to its last."""
+    """Adds the elements of a tuple, from the first to the last."""
     total = parts[0]
     for i in gl.static_range(1, len(parts)):
         total = total + parts[i]
@@ -37,7 +41,7 @@ def in_order(parts):
 
 @gluon.jit
 def as_tree(parts):
-    """Sums a tuple of a power of two of elements as a binary tree of its halves."""
+    """Adds the elements of a tuple as a balanced binary tree. Their number is a power of two."""
     if len(parts) == 1:
         return parts[0]
     else:
@@ -46,9 +50,9 @@ def as_tree(parts):
 
 @gluon.jit
 def by_groups(parts, PAIRWISE: gl.constexpr):
-    """Adds each PAIRWISE neighbours of a tuple, then these sums, both in order.
+    """Adds the elements of a tuple: first each group of PAIRWISE neighbours, then the sums of the groups, in order.
 
-    If PAIRWISE is 0, adds all as one binary tree.
+    If PAIRWISE is 0, adds all elements as one binary tree.
     """
     if PAIRWISE == 0:
         return as_tree(parts)

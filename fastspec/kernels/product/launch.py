@@ -1,4 +1,4 @@
-"""Launches the packed products with the plans of `plan`: the norm before, the product, and the sum of splits after."""
+"""Launches packed products as plan.py configures them: the norm before, the product, and the sum of splits after."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ Norm = tuple[Tensor, float]  # weight [K] and epsilon
 
 
 def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = False) -> Tile:
-    """Returns the launch for `rows` rows of x and a weight on its device; see `plan.tile_of`."""
+    """Returns the launch configuration for a weight and `rows` rows of x, on the weight's device.
+
+    For `whole` and `gated` see `plan.tile_of`.
+    """
     gpu, codes = gpu_of(weight.device), weight.codes
     if codes is not None:
         return quantised.launch_of(codes.form, codes.group, *weight.shape, rows, gpu, whole or gated)
@@ -48,12 +51,13 @@ def split_for(weight: Weight) -> Split:
 
 
 class Rows(NamedTuple):
-    """The rows that are multiplied with a weight, and the norm before the product.
+    """Kernel arguments for the rows of x that are multiplied with a weight, and for the norm before the product.
 
     Attributes:
-        x_ptr: int32 words [M, K / 2].
-        gamma_ptr: int32 words [K / 2]; the kernel computes the norm itself. None: it does not.
-        scale_ptr: fp32 [M], factors of rows if x is already multiplied with gamma. None: no factors.
+        x_ptr: int32 words [M, K / 2], two values each.
+        gamma_ptr: int32 words [K / 2] of the norm's weight, if the kernel computes the norm itself. None: it does not.
+        scale_ptr: fp32 [M], 1 / sqrt(mean(x^2) + eps) of each row, if x is already multiplied with gamma. None: sums
+            are not multiplied by it.
         eps: epsilon of the norm. None with codes, whose norm another kernel computes.
     """
 
@@ -64,15 +68,15 @@ class Rows(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """Operations on complete sums: bias, residual, gate, argmax.
+    """Kernel arguments for the operations on complete sums over K: bias, residual, argmax, output.
 
     Attributes:
         bias_ptr: [N]; None: no bias.
-        residual_ptr: [M, width]; None: no residual.
+        residual_ptr: [M, width]; None: no residual. The width of the output is N, or N / 2 if gated.
         out_ptr: [M, width]. With `keys_ptr`: int64 ids or uint64 keys, with a stride.
-        keys_ptr: int64 [M + 1] for an argmax; None: sums are stored.
-        parts_ptr: fp32 [S / PAIRWISE, M, N]; if given, only partial sums are stored, there. TMA kernels only.
-            [S, M, N] for codes.
+        keys_ptr: int64 [M + 1], scratch of an argmax. None: no argmax.
+        parts_ptr: fp32 [S / PAIRWISE, M, N], or [S, M, N] for codes. If given, the kernel stores partial sums there,
+            and nothing else. TMA kernels only.
     """
 
     bias_ptr: Any
@@ -84,7 +88,18 @@ class Epilogue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Operands of one product, with x [M, K] contiguous. None: the operand is absent."""
+    """Operands of one packed product. None: the operand is absent.
+
+    Attributes:
+        x: [M, K], contiguous.
+        weight: [N, K].
+        out: [M, N or N/2]; with `argmax_keys` ids or keys [M].
+        bias, norm, residual: see `packed_linear`.
+        argmax_keys: int64 [M + 1], scratch of an argmax. None: no argmax.
+        limit: only ids below it are compared by an argmax.
+        gated: True if silu(gate) * up follows the product.
+        gelu: True for gelu instead of silu.
+    """
 
     x: Tensor
     weight: Weight
@@ -99,20 +114,20 @@ class Call:
 
     @property
     def gate(self) -> int:
-        """GATED of kernels: 0 for no gate, 1 for silu, 2 for gelu."""
+        """GATED of the kernels: 0 for no gate, 1 for silu(gate) * up, 2 for gelu(gate) * up."""
         return self.gated + (self.gated and self.gelu)
 
     @property
     def out_stride(self) -> int:
-        """Elements between two ids of an argmax. 0: another product."""
+        """Elements between two ids in `out` of an argmax. 0 without an argmax."""
         return 0 if self.argmax_keys is None else self.out.stride(0)
 
 
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
-    """Launches a product, and before it its norm, if the product's kernel does not compute it.
+    """Launches a packed product, and kernels for its norm and its sum of splits where the product's kernel has none.
 
     Args:
-        tile: the launch. Default: the result of `tile_for`. The bits do not depend on it.
+        tile: launch configuration. Default: the result of `tile_for`. The bits do not depend on it.
     """
     rows, (n, k) = len(call.x), call.weight.shape
     tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
@@ -153,7 +168,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
 
 
 def parts_of(weight: Weight) -> tuple[WeightParts, dict[str, Any]]:
-    """Returns a weight's tensors, and the constants with which `reader` reads them."""
+    """Returns a weight's tensors, and the constexpr arguments with which reader.py loads them."""
     codes = weight.codes
     if codes is None:
         return WeightParts(weight.words()), {"FORM": "values", "GROUP": 0, "PER": 0}
@@ -163,19 +178,25 @@ def parts_of(weight: Weight) -> tuple[WeightParts, dict[str, Any]]:
 def permuted_for(
     weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Calls `permuted_rows` for a product of a TMA kernel with `weight`."""
+    """Prepares rows for a TMA kernel's product with `weight`.
+
+    For the other arguments and the results see `permuted_rows`.
+    """
     split = split_for(weight)
     cut = split.split_k, split.k_tile
     return permuted_rows(x, norm, cut, GLUON_TYPE[x.dtype], pdl, parts, bias, reads_raised(weight))
 
 
 def reads_raised(weight: Weight) -> bool:
-    """True if the weight has 8-bit codes. Its TMA kernel then reads rows of x multiplied by 2^64."""
+    """True if the weight has 8-bit codes. Their TMA kernel reads rows of x that are multiplied by 2^64."""
     return weight.codes is not None and weight.codes.form in quantised.EIGHT_BITS
 
 
 def launch_and_sum(tile: Tma | Wide, call: Call, squares: Tensor | None, pdl: bool) -> None:
-    """Calls `launch_tma`; if it leaves partial sums, adds them with another kernel."""
+    """Launches a TMA kernel, and the kernel that adds its partial sums if it stores any.
+
+    For the arguments see `launch_tma`.
+    """
     parts = launch_tma(tile, call, squares, pdl)
     if parts is not None:
         add_up(parts, squares, call.norm, call.bias, call.residual, call.out, pdl)
@@ -189,17 +210,18 @@ def launch_tma(
     regroup_out: bool = False,
     raise_out: bool = False,
 ) -> Parts | None:
-    """Launches a TMA kernel, of values or of codes.
+    """Launches the TMA kernel of `tile`: for 16-bit weights (`Tma`) or for codes (`Wide`).
 
     Args:
         call: operands; x is the result of `permuted_for`.
         squares: sums of squares from `permuted_for`.
-        regroup_out: True if the result shall be regrouped as x is.
-        raise_out: True if a regrouped result shall be multiplied by 2^64, exactly, for a next product with 8-bit codes.
-            For weights in codes only.
+        pdl: see `packed_linear`.
+        regroup_out: True if the result is stored regrouped, as packing.py describes, like x.
+        raise_out: True if a regrouped result is multiplied by 2^64, exactly, for a next product with 8-bit codes. Only
+            if the weight of this product has codes.
 
     Returns:
-        None, or the partial sums of splits. `add_up` adds these and applies the rest of `call`.
+        None, or the partial sums of splits. `add_up` adds these, and then the bias and residual of `call`.
     """
     n, _ = call.weight.shape
     parts = _parts_for(tile, call)
@@ -215,14 +237,14 @@ def launch_tma(
 
 
 def _tma_options(tile: Tma | Wide, call: Call, regroup_out: bool, pdl: bool) -> dict[str, Any]:
-    """Returns the constants and launch options that both TMA kernels have."""
+    """Returns the constexpr arguments and launch options that the two TMA kernels have in common."""
     constants = {"GATED": call.gate, "REGROUP": regroup_out, "PDL": pdl, "WARPS": tile.warps, "STAGES": tile.stages}
     options = {"num_warps": tile.warps, "launch_pdl": pdl, "enable_fp_fusion": False, "maxnreg": tile.registers}
     return {**constants, **options}
 
 
 def _parts_for(tile: Tma | Wide, call: Call) -> Parts | None:
-    """Allocates the partial sums that a kernel leaves. None: its CTAs sum over all of K."""
+    """Allocates the partial sums that a TMA kernel stores. None if its CTAs sum over all of K."""
     rows, (n, _) = len(call.x), call.weight.shape
     split, codes = split_for(call.weight), call.weight.codes
     if isinstance(tile, Wide):
@@ -237,11 +259,11 @@ def _parts_for(tile: Tma | Wide, call: Call) -> Parts | None:
 
 
 def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, regroup_out: bool, pdl: bool) -> None:
-    """Launches the TMA kernel of values.
+    """Launches the TMA kernel for a 16-bit weight.
 
     Args:
-        ends: the kernel's arguments from the squares on.
-        shares: number of CTAs that share K.
+        ends: the kernel's arguments from `squares_ptr` to `out_stride`.
+        shares: number of CTAs among which K is divided.
         regroup_out, pdl: see `launch_tma`.
     """
     n, k = call.weight.shape
@@ -262,7 +284,7 @@ def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, re
 
 
 def _launch_codes(tile: Wide, call: Call, ends: tuple[Any, ...], regroup_out: bool, raise_out: bool, pdl: bool) -> None:
-    """Launches the TMA kernel of codes; see `_launch_values`."""
+    """Launches the TMA kernel for a weight in codes. For `ends` see `_launch_values`, for the others `launch_tma`."""
     codes = call.weight.codes
     assert codes is not None
     n, k = codes.shape

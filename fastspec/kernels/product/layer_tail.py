@@ -1,10 +1,12 @@
-"""Layer tail: from attention to the next layer's q, k and v, for numbers of rows that the TMA kernel multiplies.
+"""Layer tail: a layer after attention, and the next layer's q, k and v, with enough rows for the TMA kernels.
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
 The bits are those of `reference.layer_tail` with packed products. A product's result is stored in the order in which
-the next product reads it. One kernel computes sums, residual and norm; gated products and attention may store their
-output regrouped. There are two halves, `attention_out` and `mlp`. Each can sum over devices after its last product.
+the next product reads it (regrouped, see packing.py). Gated products and attention may store it so. Before other
+products, one kernel adds splits and residual, multiplies by the norm's weight, and regroups.
+
+There are two halves, `attention_out` and `mlp`. With tensor parallelism each ends with an all-reduce.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from fastspec.kernels.room import Room
 
 
 def runs_on_tma(weights: list[Weight], rows: int) -> bool:
-    """True if all weights are packed or quantised, and there are enough rows for the TMA kernel."""
+    """True if all weights are packed or quantised, and `rows` rows of x are enough for a TMA kernel."""
     return all(
         (weight.codes is not None or is_packed([weight])) and isinstance(_tile(weight, rows), Tma | Wide)
         for weight in weights
@@ -41,11 +43,13 @@ def runs_on_tma(weights: list[Weight], rows: int) -> bool:
 
 
 class NextInput(NamedTuple):
-    """The residual stream x [M, hidden], and the input of the next product.
+    """Residual stream between two products, and the input of the next product.
 
     Attributes:
-        permuted: x times the norm's weight, in the order of `permuted_rows`.
-        squares: fp32 [S, M], sums of squares for the norm. None without a norm.
+        x: residual stream [M, hidden].
+        permuted: [M, hidden], x times the norm's weight, regrouped by `permuted_rows`.
+        squares: fp32 [S, M], for the norm: sums of squares of x for each split of the next product. None without a
+            norm.
     """
 
     x: Tensor
@@ -55,12 +59,12 @@ class NextInput(NamedTuple):
 
 @runtime_checkable
 class SharesRoom(Protocol):
-    """`Reduce` between GPUs that reach each other's memory."""
+    """`Reduce` (all-reduce) between GPUs that can access each other's memory."""
 
     def room_for(self, elements: int) -> Room | None:
-        """Returns shared memory for `elements` fp32 elements.
+        """Returns memory that all ranks access, for a sum of `elements` fp32 elements.
 
-        None if sums of that size are computed by calling the `Reduce` itself.
+        None if the `Reduce` itself must be called for a sum of that size.
         """
 
 
@@ -73,7 +77,20 @@ def layer_tail(
     pdl: bool,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `Ops.layer_tail` for weights and rows that `runs_on_tma` accepts. `attended` may be regrouped."""
+    """Computes a layer after attention, and q, k and v of the next layer, as `Ops.layer_tail`.
+
+    Args:
+        attended: output of attention, [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
+        x: residual stream [B, Q, hidden].
+        layer: weights of the layer. `runs_on_tma` must accept them for B * Q rows.
+        next_layer: layer whose q, k and v are computed. None: none.
+        eps: epsilon of the norms.
+        pdl: see `packed_linear`.
+        reduce: all-reduce over the ranks. None: one rank.
+
+    Returns:
+        The new residual stream [B, Q, hidden]; and q, k and v [B, Q, N], or None.
+    """
     shape, rows = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     x, qkv = mlp(attention_out(attended, rows, layer, eps, pdl, reduce), layer, next_layer, eps, pdl, reduce)
     return x.view(shape), None if qkv is None else qkv.view(*shape[:-1], -1)
@@ -82,12 +99,13 @@ def layer_tail(
 def attention_out(
     attended: Tensor, x: Tensor, layer: Layer, eps: float, pdl: bool, reduce: Reduce | None = None
 ) -> NextInput:
-    """Computes `Ops.attention_out`. Also returns the input of `mlp`.
+    """Adds the output projection of attention to x, as `Ops.attention_out`, and prepares the result as input of `mlp`.
 
     Args:
         attended: [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
         x: [M, hidden] contiguous, M = B * Q.
         eps: epsilon of the norm before the MLP.
+        pdl, reduce: see `layer_tail`.
     """
     given = attended.reshape(len(x), -1).contiguous()
     if attended.dim() == 3:
@@ -100,9 +118,14 @@ def attention_out(
 def mlp(
     given: NextInput, layer: Layer, next_layer: Layer | None, eps: float, pdl: bool, reduce: Reduce | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes `Ops.mlp` on the result of `attention_out`.
+    """Adds the output of the MLP to x, and computes q, k and v of the next layer, as `Ops.mlp`.
 
-    Returns x [M, hidden], and q, k and v of the next layer [M, N].
+    Args:
+        given: result of `attention_out`.
+        layer, next_layer, eps, pdl, reduce: see `layer_tail`.
+
+    Returns:
+        The new x [M, hidden]; and q, k and v of the next layer [M, N], or None without a next layer.
     """
     x, permuted, squares = given
     out = x.new_empty(len(x), layer.gate_up.shape[0] // 2)
@@ -122,7 +145,7 @@ def mlp(
 
 
 def _raised_for(weight: Weight, given: Tensor) -> Tensor:
-    """Returns regrouped rows in the form that the product with `weight` reads: times 2^64, exactly, for 8-bit codes."""
+    """Returns regrouped rows as the product with `weight` reads them: multiplied by 2^64, exactly, for 8-bit codes."""
     return given * 2.0**64 if reads_raised(weight) else given
 
 
@@ -140,7 +163,7 @@ def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
 def _summed(
     given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool, reduce: Reduce | None
 ) -> Tensor:
-    """Returns residual + the product with `given` rows [+ bias], summed over devices by `reduce`, if given."""
+    """Returns residual + given @ weight.T [+ bias]. If `reduce` is given, it sums the product over ranks first."""
     tile = _tile(weight, len(given))
     if reduce is not None:
         return reduce(_own_sums(tile, given, weight, residual, pdl), bias, residual)
@@ -150,7 +173,7 @@ def _summed(
 
 
 def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
-    """Returns this device's product in fp32, as input of `Reduce`. Splits that are summed as a tree stay separate."""
+    """Returns this rank's product in fp32 as input of `Reduce`: [M, N], or [splits, M, N] if a tree adds the splits."""
     parts = _own_parts(tile, given, weight, like, pdl)
     if len(parts.sums) == 1:
         return parts.sums[0]
@@ -162,7 +185,7 @@ def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl
 
 
 def _own_parts(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Parts:
-    """Returns this device's product in fp32 as partial sums [parts, M, N]; one part if the kernel summed all of K."""
+    """Returns this rank's product in fp32 as partial sums [splits, M, N]; [1, M, N] if the kernel summed all of K."""
     out = like.new_empty(1, *like.shape, dtype=torch.float32)
     return launch_tma(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
 
@@ -177,7 +200,7 @@ def _added(
     pdl: bool,
     reduce: Reduce | None,
 ) -> NextInput:
-    """Computes `_summed`, and prepares the result for a product with `next_weight`; see `permuted_for`."""
+    """Computes x = `_summed`, and prepares it for a product of norm(x) with `next_weight`; see `permuted_for`."""
     tile = _tile(weight, len(given))
     if isinstance(reduce, SharesRoom):
         # imported only where several GPUs are used

@@ -1,11 +1,11 @@
-"""Packed product for 17 or more rows of x on GPUs without the TMA kernel. Weights and x pass through shared memory.
+"""Packed product for 17 or more rows of x on GPUs without the TMA kernel, with weights and x in shared memory.
 
 Sums have the same terms in the same order as in the few-row kernel, so a row has the same bits. There, each of S warps
 takes every S-th K tile. Here, one CTA makes S passes over K, and each pass takes every S-th K tile. A warp has 32
 weight rows.
 
-Weights are loaded by asynchronous copies, D steps ahead. The first copies start before the kernel waits for the
-previous kernel.
+A pass has steps of 64 values of K. The weights of a step are loaded by asynchronous copies, D - 1 steps ahead. The
+first copies start before the kernel waits for the previous kernel.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -32,13 +32,16 @@ from fastspec.kernels.product.k_steps import WORDS, place_of, steps_of
 
 @gluon.constexpr_function
 def _mma_layout(warps):
-    """Layout of sums [1, R, BM]: the weight rows are divided among the warps."""
+    """Returns the layout of accumulators [1, R, BM]: the R weight rows are divided among the warps."""
     return gl.NVMMADistributedLayout([2, 0], [1, warps, 1], [1, 16, 8])
 
 
 @gluon.constexpr_function
 def _stage_layout(BM, W, warps):
-    """Layout of loads of x [1, BM, W]: a lane has the 2 x 4 words of a row that one lane of the product needs."""
+    """Returns the layout of loads of x, words [1, BM, W].
+
+    A lane loads the 2 x 4 words of a row that one lane multiplies.
+    """
     rows = [1 << bit for bit in range(BM.bit_length() - 1)]
     runs = [[0, 0, 1 << bit] for bit in range(5, W.bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8]] + [[0, row, 0] for row in rows[:3]]
@@ -50,7 +53,10 @@ def _stage_layout(BM, W, warps):
 
 @gluon.constexpr_function
 def _shared_layout(BM, W):
-    """Layout of rows of words in shared memory: 16 bytes hold the operands of two products, without bank conflicts."""
+    """Returns the layout of x, words [1, BM, W], in shared memory.
+
+    16 bytes hold a lane's operands of two products, and loads have no bank conflicts.
+    """
     bits = [[0, 0, 16], [0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + [[0, 0, 32]] * (W == 64)
     # odd rows swap their halves of 32 bytes, so that 2 rows by 4 lanes use different banks
     bits += [[0, 1, 2]] + [[0, 1 << bit, 0] for bit in range(1, BM.bit_length() - 1)]
@@ -59,7 +65,7 @@ def _shared_layout(BM, W):
 
 @gluon.constexpr_function
 def _copy_layout(R, W, warps):
-    """Layout of weights [1, R, W] for copies: a warp copies 512 contiguous bytes."""
+    """Returns the layout in which weights, words [1, R, W], are copied: a warp copies 512 contiguous bytes."""
     steps = [[0, 0, 4], [0, 0, 8]] + [[0, 1 << bit, 0] for bit in range(4)]
     steps += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
@@ -70,9 +76,9 @@ def _copy_layout(R, W, warps):
 
 @gluon.constexpr_function
 def _weight_layout(R, W):
-    """Layout of weights in shared memory, the same as in global memory.
+    """Returns the layout of weights, words [1, R, W], in shared memory: the same order as in global memory.
 
-    A warp loads 512 contiguous bytes per fragment.
+    A warp loads 512 contiguous bytes for each fragment.
     """
     bits = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(4)]
     bits += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
@@ -82,7 +88,7 @@ def _weight_layout(R, W):
 
 @gluon.jit
 def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Allocates shared memory for one step of each group of rows of x."""
+    """Allocates shared memory for one step of x: a buffer for each group of rows."""
     buffers = ()
     for _i in gl.static_range(GROUPS):
         buffers = buffers + (gl.allocate_shared_memory(gl.int32, [1, GROUP, WORDS], _shared_layout(GROUP, WORDS)),)
@@ -91,13 +97,15 @@ def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _turns(depth):
-    """Returns the number of buffers of x that are used in turn: a divisor of `depth`."""
+    """Returns the number of buffers of x that are used in turn: the smallest divisor of `depth` above 1."""
     return min(count for count in range(2, depth + 1) if depth % count == 0)
 
 
 @gluon.jit
 def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Issues the copies of a step's weights. Writes zeros for steps after the last one of the pass or of K.
+    """Issues the copies of a step's weights from `at` + `of` to shared memory `to`.
+
+    Writes zeros beyond K, and for steps after the last pass.
 
     Args:
         zero: tensor [1, 1, 1] of zero, because a mask must be a tensor.
@@ -109,7 +117,10 @@ def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE
 
 @gluon.jit
 def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Loads words of each group of rows of x, [1, GROUP, WORDS]. Zero for rows that do not exist and beyond K."""
+    """Loads a step's words of x: [1, GROUP, WORDS] for each group of rows.
+
+    Zero beyond K, and for rows that do not exist (`valid`).
+    """
     place = place_of(step, STEPS, K_TILE, S)
     there = place < K // 2
     loaded = ()
@@ -120,7 +131,11 @@ def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: 
 
 @gluon.jit
 def _products(accs, weight, shared, nil, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """Returns accs + weight rows^T. Multiplies one group of rows at a time, whose operands fit into the registers."""
+    """Returns accs plus a step's products of the weights with each group of rows of x.
+
+    Multiplies one group at a time, so that its operands fit into the registers. weight, shared: a step's weights and
+    groups of x in shared memory. nil: 0, but unknown to the compiler.
+    """
     w: gl.constexpr = gl.DotOperandLayout(0, left.parent, 4)  # in words, so half as many are contiguous
     x: gl.constexpr = gl.DotOperandLayout(1, right.parent, 4)
     # XOR with zero: the compiler would copy loaded values into an operand's registers for each product, but not
@@ -156,7 +171,7 @@ def _passed(
     S: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Makes one pass over K. Returns its sums, and the x of the next pass's first step."""
+    """Makes one pass over K. Returns its sums, and the words of x for the next pass's first step."""
     D: gl.constexpr = len(ring)
     for turn in range(turns):
         first = number * STEPS + turn * D
@@ -176,7 +191,10 @@ def _passed(
 
 @gluon.jit
 def _stashes(like):
-    """Allocates shared memory for complete sums, while registers hold those of the current pass."""
+    """Allocates shared memory for the sums of complete passes, because registers hold those of the current pass.
+
+    The memory begins with the values of `like`.
+    """
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [2, 1, 0])
     stashes = ()
     for i in gl.static_range(len(like)):
@@ -213,7 +231,7 @@ def many_rows_kernel(
     N,
     limit,
     out_stride,
-    turns,  # number of D steps in a pass; unknown to the compiler, which would unroll them
+    turns,  # number of rounds of D steps in a pass; not a constexpr, because the compiler would unroll them
     K: gl.constexpr,
     S: gl.constexpr,
     KT: gl.constexpr,
@@ -227,7 +245,7 @@ def many_rows_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes R weight rows by GROUPS * GROUP rows of x in one CTA."""
+    """Computes a tile of the result in each CTA: R weight rows times GROUPS * GROUP rows of x, and the epilogue."""
     x_ptr, _gamma_ptr, scale_ptr, _eps = inputs
     bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = _mma_layout(WARPS)
@@ -268,7 +286,7 @@ def many_rows_kernel(
         gdc_wait()
     rows = _fetched(x_at, x_of, valid, 0, K, STEPS, K_TILE, S)
     stashes = _stashes(zeros)
-    some = stashes  # sums of the splits that are added first
+    some = stashes  # sums of the neighbouring splits that are added first
     if PAIRWISE > 1:
         some = _stashes(zeros)
     for group in range(S // PAIRWISE):
@@ -283,7 +301,7 @@ def many_rows_kernel(
             _stashed(stashes, _unstashed(some, zeros))
             _emptied(some, zeros)
     totals = _unstashed(stashes, zeros)
-    # otherwise zeros for steps that do not exist could be written to shared memory that is already in use again
+    # otherwise the zeros of steps after the last pass could be written to shared memory that is already in use again
     async_copy.wait_group(0)
 
     for i in gl.static_range(GROUPS):

@@ -1,7 +1,7 @@
-"""Norm before a packed product with many rows: x * gamma, rounded once, and one factor per row for its sums.
+"""RMSNorm before a packed product with many rows: x * gamma, rounded once, and a factor for the sums of each row.
 
 Products of up to 8 rows compute the norm in every CTA. This kernel computes it once. The bits are the same, because
-both sum the squares in the order in which the weight's split divides K.
+both sum the squares in the same order, by the splits of K of the product.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.product.epilogue import add_squares, added_up, folded, no_squares, root_scale, times_gamma
 
-BLOCK = gl.constexpr(16)  # number of K tiles of x loaded ahead
+BLOCK = gl.constexpr(16)  # number of groups of S K tiles that are loaded ahead
 
 
 @gluon.constexpr_function
@@ -27,7 +27,10 @@ def _warps(lanes):
 
 @gluon.jit
 def _words(at, of, first: gl.constexpr, T: gl.constexpr, STEP: gl.constexpr, K: gl.constexpr):
-    """Loads words at offsets `of` of up to BLOCK K tiles, starting at tile `first`. Zeros beyond K."""
+    """Loads words at offsets `of` in each of up to BLOCK groups of S K tiles, from group `first` on. Zeros beyond K.
+
+    T: number of groups. STEP: words of a group.
+    """
     found = ()
     for i in gl.static_range(first, min(T, first + BLOCK)):
         found = found + (gl.load(at + (of + i * STEP), mask=of + i * STEP < K // 2, other=0),)
@@ -47,7 +50,7 @@ def norm_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes x * gamma of one row, and 1 / root mean square of x."""
+    """Computes x * gamma of one row, and 1 / sqrt(mean(x^2) + eps)."""
     RUNS: gl.constexpr = KT // 8  # number of 16-byte loads per K tile and row
     WARPS: gl.constexpr = _warps(S * RUNS)
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)
@@ -86,7 +89,10 @@ def norm_rows(
 
     Args:
         x, gamma: [M, K] and [K], bf16 or fp16, contiguous.
-        splits, k_tile: split of K of the product that follows.
+        eps: epsilon of the norm.
+        splits, k_tile: `split_k` and `k_tile` of the `Split` of the product that follows.
+        dtype: x's dtype in Gluon.
+        pdl: see `packed_linear`.
     """
     rows, k = x.shape
     scaled, factor = torch.empty_like(x), x.new_empty(rows, dtype=torch.float32)

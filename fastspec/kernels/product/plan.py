@@ -1,8 +1,8 @@
-"""Launch plans of packed products: the split of K for a weight, and tiles for a number of rows.
+"""Launch configurations of packed products: the split of K for a weight, and tiles for a number of rows of x.
 
-This module computes with numbers. It needs neither Triton nor a GPU. `launch` uses the plans. `MEASURED_ON` says on
-which GPU a kernel's tiles were chosen by measurement: bf16, weights not cached, shapes of Llama 3.1 8B and 3.2 1B.
-Other shapes use the defaults. On other GPUs results are correct, but tiles are guesses.
+This module needs neither Triton nor a GPU; launch.py uses its results. `MEASURED_ON` says on which GPU a kernel's tiles
+were chosen by measurement, in bf16, with weights outside the L2 cache and the shapes of Llama 3.1 8B and 3.2 1B. Other
+shapes use the defaults. On other GPUs results are correct, but tiles are guesses.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ STEP = 64  # step of the many-row kernel
 LONG = 16  # in K tiles; longer sums are unrolled less, because registers run out
 # bytes of shared memory
 TMA_BYTES = (224_000, 115_000)  # for the stages of the TMA pipeline: with one CTA on an SM, and for each of two CTAs
-EXCHANGE_BYTES = 4096  # part of it through which the compiler brings a tile's values into row order
+EXCHANGE_BYTES = 4096  # part of TMA_BYTES through which the compiler brings a tile's values into row order
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a sum over K is split. A row's bits depend on this.
+    """Split of a product's sum over K into partial sums (split-K). The bits of a row depend on it.
 
     Attributes:
-        split_k: S, a power of two: number of sums. Tile i of K belongs to sum i % S.
-        k_tile: KT, 64 or 128: number of neighbouring values of K in a tile.
-        pairwise: number of neighbouring sums that are added first, before all are added; 1: none.
-        runs: True if sum i is over the i-th of S equal parts of K instead. All sums are then added as one binary tree.
+        split_k: S, a power of two: number of partial sums. K tile i belongs to partial sum i % S.
+        k_tile: KT, 64 or 128: number of consecutive values of K in a K tile.
+        pairwise: number of neighbouring partial sums that are added to each other first. These results are then added
+            in order. 1: all partial sums are added in order.
+        runs: True if partial sum i is over the i-th of S equal, contiguous parts of K. All partial sums are then added
+            as one binary tree.
     """
 
     split_k: int
@@ -47,24 +49,24 @@ class Split:
 
     @property
     def kernel_pairwise(self) -> int:
-        """`pairwise`, or 0 if `runs`; the argument of kernels that add all sums."""
+        """PAIRWISE of kernels that add all partial sums: `pairwise`, or 0 for a binary tree."""
         return 0 if self.runs else self.pairwise
 
     def tile_of_k(self, k: int) -> int:
-        """Returns the number of neighbouring values of K that belong to one sum."""
+        """Returns the number of consecutive values of K that belong to the same partial sum. `k` is the length of K."""
         return k // self.split_k if self.runs else self.k_tile
 
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """Launch of the few-row kernel.
+    """Launch configuration of the few-row kernel.
 
     Attributes:
         weight_rows, rows: rows of the weight and of x in one CTA. With codes `rows` is 8 times a power of two.
-        depth, row_depth: K tiles of the weight and of x that are loaded ahead. row_depth 0, for codes only: x is loaded
-            when it is needed.
+        depth, row_depth: number of K tiles of the weight and of x that are loaded ahead. row_depth 0, for codes only: x
+            is loaded when it is needed.
         norms: True if the kernel can compute the norm before the product.
-        ahead: True if it sums the squares for the norm before the products.
+        ahead: True if the kernel sums the squares of x, for the norm, before it multiplies.
     """
 
     weight_rows: int
@@ -77,7 +79,15 @@ class FewRows:
 
 @dataclass(frozen=True, slots=True)
 class ManyRows:
-    """Launch of the many-row kernel. A CTA has `groups` groups of `rows` rows of x, and steps of K in shared memory."""
+    """Launch configuration of the many-row kernel.
+
+    Attributes:
+        groups: number of groups of rows of x in one CTA.
+        depth: number of steps of K, of STEP values each, whose weights are in shared memory.
+        weight_rows: rows of the weight in one CTA.
+        rows: rows of x in a group.
+        warps: number of warps.
+    """
 
     groups: int
     depth: int
@@ -88,16 +98,16 @@ class ManyRows:
 
 @dataclass(frozen=True, slots=True)
 class Tma:
-    """Launch of the TMA kernel: sm_90's pipeline of TMA loads and wgmma.
+    """Launch configuration of the TMA kernel: sm_90's pipeline of TMA loads and wgmma.
 
     Attributes:
-        rows, rest: rows of x in one CTA, and more rows in a second product.
+        rows, rest: rows of x in a CTA's first wgmma product, and in its second. rest 0: no second product.
         weight_rows: rows of the weight in one CTA: a multiple of 16, and a sum of at most three powers of two.
         warps, stages: number of multiplying warps, and steps of K in shared memory.
-        split_k: number of splits that a CTA sums: one, or `pairwise` of `Split`. Another kernel then adds the partial
-            sums of CTAs. None: a CTA sums all of K.
-        registers: limit per thread, so that two CTAs fit on an SM.
-        programs: number of CTAs, which take the weight's tiles in turn. None: one CTA per tile.
+        split_k: number of splits of K that a CTA sums: one, or `pairwise` of `Split`. Another kernel then adds the
+            partial sums of CTAs. None: a CTA sums over all of K.
+        registers: limit of registers per thread, so that two CTAs fit on an SM. None: no limit.
+        programs: number of persistent CTAs, which process the weight's tiles in turn. None: one CTA per tile.
     """
 
     rows: int
@@ -111,26 +121,26 @@ class Tma:
 
     @property
     def room(self) -> int:
-        """Weight rows for which shared memory is allocated: a power of two, because wgmma multiplies 64."""
+        """Weight rows for which shared memory is allocated: a power of two, at least the 64 rows of one wgmma."""
         return max(64, 1 << (self.weight_rows - 1).bit_length())
 
     @property
     def boxes(self) -> list[int]:
-        """`boxes` of the weight rows, padded with zeros to three."""
+        """Rows of the TMA boxes that load a CTA's weight rows, largest first, padded with zeros to three boxes."""
         sizes = boxes(self.weight_rows)
         return sizes + [0] * (3 - len(sizes))
 
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """Launch of the TMA kernel of codes, on sm_90.
+    """Launch configuration of the TMA kernel for quantised weights (codes), on sm_90.
 
     Attributes:
         weight_rows, rows: rows of the weight and of x in one CTA.
         warps: number of multiplying warps: one for each 16 weight rows.
         stages: number of K tiles in shared memory.
         splits: number of splits of K that a CTA sums. If not all, another kernel adds the partial sums.
-        registers: limit per thread.
+        registers: limit of registers per thread.
     """
 
     weight_rows: int
@@ -142,25 +152,25 @@ class Wide:
 
 
 Tile = FewRows | ManyRows | Tma | Wide
-# by kernel: the GPU on which its entries were measured; None: untested
+# by kernel: the GPU on which its tiles were measured; None: not measured
 MEASURED_ON: dict[type, str | None] = {
     **{FewRows: "NVIDIA H200", Tma: "NVIDIA H200", Wide: "NVIDIA H100 and H200"},
     ManyRows: None,
 }
 
-# by (N, K)
+# splits of some weights, by (N, K)
 SPLITS = {
     (4096, 4096): Split(4, 128, 2),
     (4096, 14336): Split(8, 128, 2),
     (2048, 8192): Split(8, 64),
 }
-# split of a weight whose K may be divided among ranks: as many sums as the largest number of ranks that changes no bit,
-# or those of the split of few weight rows, if that has more
+# `split_k` and `pairwise` of a weight whose K may be divided among ranks. TREE is the largest number of ranks that
+# changes no bit. With few weight rows, the default split of the shape is used if it has more partial sums
 TREE, TREE_PAIRWISE = 4, 2
-TREE_ROWS = 4096  # a weight with more rows has TREE sums, because one CTA computes all of them for many rows of x
+TREE_ROWS = 4096  # a weight with more rows has TREE partial sums, because one CTA computes all of them for many rows
 LONG_TILE_K = 4096  # from this K on, K tiles of a tree may have 128 values
 
-# by (S, k_tile) of the split: (weight rows, depth, row depth), for up to some number of rows of x
+# by split and largest number of rows of x: (weight rows, depth, row depth) of `FewRows`
 FEW_ROW_TILES = {
     (Split(1, 64), 8): (16, 8, 2),
     (Split(1, 128), 8): (16, 4, 1),
@@ -179,7 +189,7 @@ FEW_ROW_TILES = {
     (Split(8, 64), 16): (16, 4, 1),
     (Split(8, 128), 16): (16, 2, 1),
 }
-# tiles of some weights for up to 8 rows, by (N, K)
+# by (N, K): the same for some weights and up to 8 rows of x
 OWN_TILES = {
     (6144, 4096): (32, 4, 1),
     (16384, 2048): (32, 4, 2),
@@ -193,8 +203,8 @@ OWN_TILES = {
     (4096, 1024): (16, 6, 2),
 }
 
-# by (N, K): CTAs that have their own SM: (from this number of rows of x on, weight rows, number of splits that each
-# sums; None: all)
+# weights for which a CTA of the TMA kernel has an SM of its own. By (N, K): (smallest number of rows of x, weight rows
+# of a CTA, number of splits that it sums; None: all)
 ONE_CTA_PER_SM: dict[tuple[int, int], tuple[int, int, int | None]] = {
     (4096, 4096): (64, 64, 2),
     (4096, 14336): (64, 128, 2),
@@ -224,14 +234,14 @@ def boxes(weight_rows: int) -> list[int]:
 
 
 def split_of(n: int, k: int) -> Split:
-    """Returns the split of a weight [N, K]: that of SPLITS, or a default by the length of its sums."""
+    """Returns the split of K for a weight [N, K]: its entry in SPLITS, or a default for its shape."""
     return SPLITS.get((n, k)) or (Split(8, 128) if k >= 8192 and n < k else Split(4, 64))
 
 
 def tree_of(n: int, k: int) -> Split | None:
-    """Returns the split of a weight [N, K] whose sums are one binary tree over equal parts of K.
+    """Returns the split of K for a weight [N, K] that sums over K as one binary tree over equal parts.
 
-    None if K cannot be split like that.
+    None if K cannot be divided into such parts.
     """
     usual = split_of(n, k)
     many = usual.split_k if n <= TREE_ROWS else TREE
@@ -242,9 +252,10 @@ def tree_of(n: int, k: int) -> Split | None:
 
 
 def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree: bool = False) -> Split:
-    """Returns the split of a weight. The arguments are fields of `Weight`.
+    """Returns the split of K for a weight. `shape` is (N, K); `whole` and `tree` are fields of `Weight`.
 
-    For a rank's part of K it is the matching part of the whole matrix's split. So the number of ranks changes no bit.
+    If the weight is a rank's part of a matrix divided along K, its split is the matching part of the matrix's split. So
+    the number of ranks changes no bit.
     """
     n, k = whole or shape
     found = tree_of(n, k) if tree else None
@@ -257,7 +268,7 @@ def split_for(shape: tuple[int, int], whole: tuple[int, int] | None = None, tree
 
 
 def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
-    """Returns how many parts of K a product with many rows adds as a tree. 1: no tree.
+    """Returns the number of equal parts of K whose sums a product with many rows adds as a binary tree. 1: no tree.
 
     For the arguments see `split_for`.
     """
@@ -268,11 +279,11 @@ def tree_parts(shape: tuple[int, int], whole: tuple[int, int] | None) -> int:
 def tile_of(
     n: int, k: int, rows: int, gpu: Gpu, whole: bool = False, gated: bool = False, split: Split | None = None
 ) -> Tile:
-    """Returns the launch for `rows` rows of x and a weight [N, K].
+    """Returns the launch configuration for a weight [N, K] and `rows` rows of x.
 
     Args:
-        whole: True if a CTA must sum over all of K, for an argmax.
-        gated: see `reference.linear`.
+        whole: True if a CTA must sum over all of K, because an argmax follows.
+        gated: True if silu(gate) * up follows the product.
         split: split of the weight; None: that of its shape.
     """
     split = split or split_of(n, k)
@@ -299,14 +310,17 @@ def max_few_rows(gpu: Gpu) -> int:
 
 
 def _many_rows_of(rows: int, split: Split, gpu: Gpu) -> ManyRows:
-    """Returns the tile of the many-row kernel. One CTA sums over all of K for its weight rows."""
+    """Returns the launch configuration of the many-row kernel. One CTA sums over all of K for its weight rows."""
     roomy = gpu.roomy
-    tight = not roomy and split.pairwise > 1  # these sums need registers of their own
+    tight = not roomy and split.pairwise > 1  # sums of neighbouring splits need shared memory of their own
     return ManyRows(2 if rows > 32 and roomy else 1, 3 if tight else 4)
 
 
 def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gated: bool) -> Tma:
-    """Returns the tile of the TMA kernel: one or two CTAs on an SM. With few weight rows, K is split over CTAs."""
+    """Returns the launch configuration of the TMA kernel, with one or two CTAs on an SM.
+
+    With few weight rows, K is split over CTAs.
+    """
     rows = cdiv(rows, cdiv(rows, TMA_ROWS))
     group = 1 << (rows.bit_length() - 1)
     rest = 0 if group == rows else max(8, 1 << (rows - group - 1).bit_length())
@@ -326,7 +340,7 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
         weight_rows, splits, roomy = _split_k_apart(n, group + rest, split, sms)
     warps = 8 if roomy and weight_rows > 64 else 4
     tile = Tma(group, weight_rows, warps, 0, rest, splits, None if roomy else 128)
-    # an argmax needs the registers with which the next tile would be loaded during the end of a tile
+    # persistent CTAs load the next tile during the epilogue; an argmax needs the registers for that itself
     if warps == 8 and not whole and splits is None:
         tiles = cdiv(n, weight_rows)
         tile = replace(tile, programs=cdiv(tiles, cdiv(tiles, sms)))
@@ -335,7 +349,10 @@ def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gate
 
 
 def _split_k_apart(n: int, rows: int, split: Split, sms: int) -> tuple[int, int, bool]:
-    """Returns (weight rows of one CTA, number of its splits, True if it has an SM of its own)."""
+    """Returns (weight rows of a CTA, number of splits that it sums, False), for K split over CTAs.
+
+    False: a CTA has no SM of its own.
+    """
     splits = 1 if cdiv(n, 64) * split.split_k <= 2 * sms else split.pairwise
     return _balanced(n, split.split_k // splits, sms) if rows <= SOME_ROWS else 64, splits, False
 
@@ -344,7 +361,7 @@ def _balanced(n: int, splits: int, sms: int, two: bool = True) -> int:
     """Returns the number of weight rows of one CTA, out of n, that gives the busiest SM the least work.
 
     Args:
-        splits: number of CTAs that share the same weight rows.
+        splits: number of CTAs that sum over parts of K for the same weight rows.
         two: True for two CTAs of 64 to 128 weight rows on an SM. False for one CTA of more than 64.
     """
     places, sizes = (2 * sms, (128, 112, 96, 80, 64)) if two else (sms, (128, 112, 96, 80))

@@ -1,11 +1,11 @@
-"""Product of prompt chunks with packed weights: tens to thousands of rows, limited by the tensor cores.
+"""Product of a prefill chunk with a packed weight: tens to thousands of rows, limited by the tensor cores.
 
     out[m, n] = epilogue(sum_k normed[m, k] W[n, k]),    normed = x / sqrt(mean(x^2) + eps) * gamma, or x
 
 | argument | shape, dtype                     | notes                                                          |
 |----------|----------------------------------|----------------------------------------------------------------|
 | x        | [..., K] bf16 or fp16            | any number of rows, without a new compilation                  |
-| weight   | `Weight` [N, K] in x's dtype     | packed; gated if the call is                                   |
+| weight   | `Weight` [N, K] in x's dtype     | packed; gated if the call is gated                             |
 | bias     | [N], any float dtype             | added in fp32; not with `gated`                                |
 | norm     | gamma [K], eps                   | RMSNorm of x (arXiv 1910.07467) by a kernel before the product |
 | residual | [..., N], any float dtype        | added in fp32; not with `gated`                                |
@@ -33,7 +33,14 @@ from fastspec.kernels.product.plan import tree_parts
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Tile of one CTA (rows of x, columns of the result, depth), warps, and pipeline stages."""
+    """Launch configuration: tile of one CTA, warps, and pipeline stages.
+
+    Attributes:
+        block_m: rows of x.
+        block_n: columns of the result, before the gate.
+        block_k: values of K in a stage.
+        num_warps, num_stages: number of warps, and of pipeline stages in shared memory.
+    """
 
     block_m: int
     block_n: int
@@ -43,11 +50,12 @@ class Launch:
 
     @property
     def shared(self) -> int:
-        """Largest number of bytes of shared memory for the pipeline."""
+        """Bytes of shared memory for the pipeline, at most."""
         return (self.block_m + self.block_n) * self.block_k * 2 * self.num_stages
 
 
-# by shared memory of a CTA: (largest number of rows, tile); the last tile of a list serves any number of rows
+# by bytes of shared memory that a CTA may use, at least: (largest number of rows, tile). The last tile of a list serves
+# any number of rows
 LAUNCH = {
     200_000: (
         (64, Launch(64, 64, 64, 4, 4)),
@@ -65,7 +73,8 @@ LAUNCH = {
         (0, Launch(128, 128, 64, 8, 3)),
     ),
 }
-# tiles of rows that process the same columns together, so that their weights are read once from device memory
+# number of tiles, of different rows and the same columns, that run together. So their weights are read once from device
+# memory
 GROUP = 16
 
 
@@ -82,7 +91,7 @@ def _rms_norm_kernel(x_ptr, gamma_ptr, out_ptr, eps, K: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _finish(out, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, STRIDE: tl.constexpr):
-    """Adds bias and residual to `out` [BLOCK_M, columns] and stores it."""
+    """Adds bias and residual to `out` [BLOCK_M, columns] and stores it at rows m and columns n."""
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
     at = m.to(tl.int64)[:, None] * STRIDE + n[None, :]
@@ -160,7 +169,7 @@ def prefill_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes `reference.prefill_linear`: [residual +] [silu(gate) * up of] norm(x) @ W.T [+ bias].
+    """Computes [residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias], as `reference.prefill_linear`.
 
     Args:
         x: [..., K].
@@ -191,7 +200,7 @@ def prepared(
     gated: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Returns normed rows [R, K], residual and an empty result for a call of `prefill_linear`."""
+    """Checks the arguments of `prefill_linear`. Returns normed rows [R, K], residual, and memory for the result."""
     _check(x, weight, norm)
     if gated and (bias is not None or residual is not None):
         raise ValueError("a gated product has no bias and no residual; leave them out or gate later")
@@ -214,7 +223,7 @@ def prepared(
 def multiply(
     rows: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, out: Tensor, gated: bool
 ) -> None:
-    """Launches the product alone, on the result of `prepared`. `residual` and `out` may be columns of wider tensors."""
+    """Launches the product kernel on results of `prepared`. `residual` and `out` may be columns of wider tensors."""
     n, _ = weight.shape
     if has_warp_groups(rows.device):
         programs, parts = multiprocessors(rows.device), tree_parts(weight.shape, weight.whole) if weight.tree else 1
@@ -234,7 +243,7 @@ def run(
     gated: bool,
     launch: Launch,
 ) -> None:
-    """Launches the product with a given tile. A search over tiles calls it."""
+    """Launches the product kernel without wgmma, with a given configuration. A search over tiles may call it."""
     n, k = weight.shape
     tiles = triton.cdiv(rows.shape[0], launch.block_m) * triton.cdiv(n, launch.block_n)
     start(_prefill_kernel, (tiles,),

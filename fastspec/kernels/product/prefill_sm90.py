@@ -1,11 +1,11 @@
 """`prefill_linear` on sm_90: TMA loads tiles, wgmma multiplies, one CTA per SM.
 
-Meaning, shapes and dtypes are those of `prefill_linear`, which calls this. Rows are already normed.
+Meaning, shapes and dtypes are those of `prefill_linear`, which calls this. The norm is already applied to the rows.
 
 Weights are loaded as rows of 64 values, which are two packed rows of 32: 128 bytes per request. Rows of 64 bytes would
 need twice as many requests to the L2 cache. TMA swizzles 16-byte pieces by rows of 128 bytes, and wgmma reads them by
-rows of 64. Both permutations are equal, except for bit 0 of the row in every second 8 rows. So columns 8..15 of every
-16 are exchanged with their neighbours. Exchanging them back is free, because one thread has both.
+rows of 64. Both permutations are equal, except for bit 0 of the row in every second 8 rows. So in columns 8..15 of
+every 16 of the result, neighbours are exchanged. Exchanging them back is free, because one thread has both.
 """
 
 from __future__ import annotations
@@ -30,14 +30,21 @@ from fastspec.kernels.common.launch import described
 from fastspec.kernels.common.launch import launch as start
 from fastspec.kernels.common.weights import Weight
 
-HELD = gl.constexpr(128 * 256)  # number of sums of the largest tile
-# tiles of rows that process the same columns together, so that their weights are read once from device memory
+HELD = gl.constexpr(128 * 256)  # number of sums in the largest tile
+# number of tiles, of different rows and the same columns, that run together. So their weights are read once from device
+# memory
 GROUP = gl.constexpr(16)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """Tile of one CTA: rows of x and columns, pipeline stages, and the time of a tile."""
+    """Tile of one CTA, and its time.
+
+    Attributes:
+        rows, columns: rows and columns of the result, before the gate.
+        stages: pipeline stages in shared memory.
+        cost: microseconds for one tile with K = 4096.
+    """
 
     rows: int
     columns: int
@@ -45,14 +52,17 @@ class PrefillTile:
     cost: float
 
 
-# cost: microseconds of a tile of depth 4096 on an H100 or H200, with a tile on every SM. Other tiles were slower: 128
-# rows by 128, 64 or (as two products) 192 columns; 64 by 64, except for 64 rows in all
+# the costs are for an H100 or H200, with a tile on every SM. Other tiles were slower: 128 rows by 128, 64 or (as two
+# products) 192 columns; 64 by 64, except for 64 rows in all
 TILES = (PrefillTile(128, 256, 4, 42.8), PrefillTile(64, 256, 4, 24.5), PrefillTile(64, 128, 6, 17.0))
 
 
 @gluon.jit
 def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: gl.constexpr):
-    """Returns the first row and column of a tile. The rows of a group come before the next columns."""
+    """Returns the first row and column of tile number `tile`.
+
+    Consecutive tiles have the same columns, up to GROUP tiles of different rows. TILES_N: tiles along the columns.
+    """
     per_group: gl.constexpr = GROUP * TILES_N
     first = tile // per_group * GROUP
     rows = gl.minimum(gl.cdiv(num_rows, ROWS) - first, GROUP)
@@ -62,7 +72,7 @@ def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: g
 
 @gluon.jit
 def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
-    """Starts the copies of one step's x and weights to a slot of the ring."""
+    """Starts the TMA copies of one step's x and weights to a slot of the ring. `there`: False to copy nothing."""
     mbarrier.expect(full.index(slot), (xs.shape[1] + ws.shape[1] * 16) * 128, pred=there)
     load_block(x_desc, [m, step * 64], full.index(slot), xs.index(slot), pred=there)
     for half in gl.static_range(2):
@@ -86,14 +96,14 @@ def _multiply(out, x, ws, slot):
 
 @gluon.jit
 def _exchanged(x):
-    """Exchanges neighbours along axis 1 of [R, n, 8]."""
+    """Exchanges elements 2 i and 2 i + 1 along the last axis of [R, n, 8]."""
     even, odd = gl.split(gl.reshape(x, (x.shape[0], x.shape[1], 4, 2)))
     return gl.reshape(gl.join(odd, even), (x.shape[0], x.shape[1], 8))
 
 
 @gluon.jit
 def _places(part, SLOT: gl.constexpr):
-    """Returns the offsets in `held` of sums [R, 64]. Slot `SLOT` begins after the slots before it."""
+    """Returns the offsets of sums `part` [R, 64] in slot SLOT of a CTA's memory, which has two slots of HELD sums."""
     row = gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
     column = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
     return SLOT * HELD + gl.expand_dims(row, 1) * part.shape[1] + gl.expand_dims(column, 0)
@@ -106,9 +116,9 @@ def _held(part, held, SLOT: gl.constexpr):
 
 @gluon.jit
 def _hold(part, held, PART: gl.constexpr):
-    """Stores the sums of a part of K in `held`.
+    """Stores the sums of part PART of K in the CTA's memory `held`.
 
-    Parts 0 and 1 are added in the first slot; part 2 is stored in the second slot.
+    Slot 0 receives part 0, and then part 0 + part 1. Slot 1 receives part 2.
     """
     if PART == 1:
         part = _held(part, held, 0) + part
@@ -120,10 +130,10 @@ def _store(
     part, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
     WIDTH: gl.constexpr, STRIDE: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Adds bias and residual to part [R, C] and stores it, 64 columns at a time, through shared memory.
+    """Adds bias and residual to sums `part` [R, C] and stores them, 64 columns at a time, through shared memory.
 
-    Only the last part of K is stored to the output. Sums of earlier parts stay in `held`, where each thread reads only
-    its own sums.
+    If K has several parts, sums of all but the last are stored in `held`. The last call adds them as a binary tree. A
+    thread reads only sums that it stored itself.
     """
     rows: gl.constexpr = part.shape[0]
     columns: gl.constexpr = part.shape[1]
@@ -164,7 +174,7 @@ def _finish(
 ):  # fmt: skip
     """Runs the epilogue of an accumulator [R, C], in which columns 8..15 of every 16 are exchanged in pairs.
 
-    The accumulator has the sums of part PART of PARTS of K.
+    The accumulator has the sums over part PART, of PARTS equal parts of K.
     """
     rows: gl.constexpr = out.shape[0]
     columns: gl.constexpr = out.shape[1]
@@ -252,13 +262,13 @@ def _hopper_kernel(
 
 
 def time_of(tile: PrefillTile, num_rows: int, n: int, programs: int) -> float:
-    """Returns the estimated microseconds of a product with K = 4096 on `programs` CTAs."""
+    """Returns the estimated microseconds of a product with K = 4096 and n columns on `programs` CTAs."""
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
     return int(triton.cdiv(tiles, programs)) * tile.cost
 
 
 def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> PrefillTile:
-    """Returns the tile with the least estimated time on `programs` CTAs. `parts`: see `run`."""
+    """Returns the tile with the least estimated time for n columns on `programs` CTAs. `parts`: see `run`."""
 
     def time(tile: PrefillTile) -> float:
         return time_of(tile, num_rows, n, programs)
@@ -285,10 +295,10 @@ def run(
 ) -> None:
     """Launches the product with a given tile.
 
-    Rows [R, K] and the packed weight have addresses that are multiples of 16.
-
     Args:
+        rows: [R, K]. The addresses of rows and of the packed weight are multiples of 16.
         residual, out: [..., N or N/2], or these columns of tensors with one common width.
+        programs: number of CTAs, at most.
         parts: number of equal parts of K, each a multiple of 64, whose sums are added as one binary tree: 1, 2 or 4.
     """
     n, k = weight.shape

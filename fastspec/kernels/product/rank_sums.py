@@ -1,10 +1,10 @@
-"""Sums over GPUs between packed products of many rows, and the preparation of the next product's rows, in one kernel.
+"""All-reduce over GPUs between two packed products of many rows, and preparation of the second product's rows.
 
     x' = round(residual + (sum over ranks of x [+ bias]));  given = norm(x') regrouped, see `split_k.regroup_kernel`
 
-The bits are those of `exchange.exchange_added` followed by `split_k.permuted_rows`. A CTA has the part of a row that
-one split of the next product multiplies, in whole blocks of the room. It writes its part into the peers' memory and
-waits for theirs, see `exchange`.
+One kernel computes both. The bits are those of `exchange.exchange_added` followed by `split_k.permuted_rows`. A CTA has
+the part of a row that one split of the second product multiplies. It writes its rank's sums into the memory of the
+other ranks (`Room`), in whole blocks, and waits for their sums; see exchange.py.
 """
 
 # mypy: disable-error-code="assignment"
@@ -35,10 +35,10 @@ def ranks_kernel(
     gamma_ptr,  # int32 words [K / 2]
     given_ptr,  # int32 words [M, K / 2]: receives the sums times gamma, regrouped and raised
     squares_ptr,  # fp32 [S, M]: receives the sums' squares, by splits of the next product
-    room,
+    room,  # (buffers, turns) of `Room`
     M,
-    elements,
-    limit,
+    elements,  # number of elements of the room
+    limit,  # LIMIT of room.py
     SPLITS: gl.constexpr,  # SPLITS to SHARED: see `split_k.regroup_kernel`
     PAIRWISE: gl.constexpr,
     K: gl.constexpr,
@@ -55,7 +55,7 @@ def ranks_kernel(
     BLOCK: gl.constexpr,  # elements in a block of the room
     COUNT: gl.constexpr,  # number of blocks of a CTA
 ):
-    """Computes the part of a row that one split of the next product multiplies."""
+    """Sums the part of one row that one split of the next product multiplies, and prepares it for this product."""
     K_TILE: gl.constexpr = KT // 2  # in words
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
@@ -87,14 +87,20 @@ def ranks_kernel(
 
 
 def words_of_split(k: int, split: tuple[int, int]) -> int:
-    """Returns the words (two elements each), rounded up to a power of two, that one split multiplies of a row of k."""
+    """Returns the number of words (two elements each) of a row of k elements that one split of K multiplies.
+
+    The number of K tiles is rounded up to a power of two. split: (number of splits, values of K in a K tile).
+    """
     splits, k_tile = split
     tiles: int = triton.next_power_of_2(triton.cdiv(k, splits * k_tile))
     return tiles * k_tile // 2
 
 
 def elements_in_room(rows: int, k: int, split: tuple[int, int]) -> int:
-    """Returns the elements of a room for rows [M, k] and a product with this split. A CTA has whole blocks of BLOCK."""
+    """Returns the number of elements of a `Room` with which `sum_ranks_permuted` sums rows [rows, k].
+
+    A CTA has whole blocks of BLOCK elements. split: (number of splits, K tile) of the next product.
+    """
     return rows * split[0] * max(2 * words_of_split(k, split), BLOCK)
 
 
@@ -109,13 +115,13 @@ def sum_ranks_permuted(
     room: Room,
     raise_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns rows for a product of the TMA kernel, from the sums of all ranks.
+    """Adds the products of all ranks, bias and residual, and prepares the sums for a TMA kernel's product.
 
     Args:
-        parts: sums [SPLITS, M, K] of this rank.
+        parts: partial sums [SPLITS, M, K] of this rank.
         bias, residual: [K] and [M, K], added once.
         norm, split, dtype, pdl, raise_rows: see `split_k.permuted_rows`, which has the same results.
-        room: shared memory for `elements_in_room` elements.
+        room: memory that all ranks access, for `elements_in_room` elements.
     """
     rows, k = residual.shape
     splits, k_tile = split

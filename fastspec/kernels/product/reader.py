@@ -1,6 +1,6 @@
 """Reads K tiles of a weight as operands of the tensor core, for products with few rows of x.
 
-FORM is "values", or a form of `PackedCodes`. A lane loads 16 contiguous bytes at a time:
+FORM is "values" for a 16-bit weight, or a form of `PackedCodes`. A lane loads 16 contiguous bytes at a time:
 
 | FORM            | a lane's 16 bytes | words loaded together        | operands of a K tile               |
 |-----------------|-------------------|------------------------------|------------------------------------|
@@ -38,11 +38,11 @@ from fastspec.kernels.product.quantised.conversion import (
 
 
 class WeightParts(NamedTuple):
-    """Tensors of a weight.
+    """Tensors of a weight, as arguments of a kernel.
 
     Attributes:
-        words: int32 words of 16-bit values [N / 16, K / 32, 16, 16], or of codes.
-        factors, scales, zeros: tensors of `PackedCodes`. None: absent.
+        words: int32 words of 16-bit values [N / 16, K / 32, 16, 16], or of codes; see code_packing.py.
+        factors, scales, zeros: tensors of `PackedCodes`. None: the weight has none.
     """
 
     words: Any
@@ -52,7 +52,7 @@ class WeightParts(NamedTuple):
 
 
 def parts_of_codes(codes: PackedCodes) -> tuple[WeightParts, dict[str, Any]]:
-    """Returns the tensors of codes, and the constants with which this file reads them."""
+    """Returns the tensors of codes, and the constexpr arguments with which this file loads them."""
     # words that hold the scales of 16 rows for one group; with fp4, for 128 values of K
     per = 0 if codes.scales is None else codes.scales[0, 0].numel()
     parts = WeightParts(codes.words, codes.factors, codes.scales, codes.zeros)
@@ -61,7 +61,7 @@ def parts_of_codes(codes: PackedCodes) -> tuple[WeightParts, dict[str, Any]]:
 
 @gluon.constexpr_function
 def unit_of(FORM, GROUP, KT):
-    """Returns the number of values of K in one product."""
+    """Returns the length of a unit: the number of values of K in one operand, which `mma_v2` multiplies at once."""
     if FORM == "values":
         return KT
     return 32 if GROUP == 32 and FORM == "int4" else 64
@@ -69,13 +69,19 @@ def unit_of(FORM, GROUP, KT):
 
 @gluon.constexpr_function
 def block_of(FORM, BM):
-    """Returns the number of rows of x in one product, of BM in all. A converted K tile is used for several blocks."""
+    """Returns the size of a block: the number of rows of x in one product, out of the BM rows of a CTA.
+
+    Codes have blocks of 8 rows. A K tile of codes is converted once and multiplied with each block.
+    """
     return BM if FORM == "values" else 8
 
 
 @gluon.jit
 def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
-    """Loads words at offsets `of` from `at`. Zero where `k` is beyond K in a ragged last K tile."""
+    """Loads words at offsets `of` from `at`.
+
+    k: mask for a ragged last K tile, which gives zeros where it is False. policy: eviction policy of the L2 cache.
+    """
     if ragged:
         return gl.load(at + of, mask=k, other=0, eviction_policy=policy)
     else:
@@ -84,15 +90,15 @@ def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
 
 @gluon.constexpr_function
 def pieces_of(KT, FORM):
-    """Returns the number of blocks of 16 words in a row of a K tile. Codes are loaded in tensors [S, R, 16] of them."""
+    """Returns the number of 16-word pieces of codes in a row of a K tile. Each is loaded as one tensor [S, R, 16]."""
     return KT * bits_of(FORM) // 512
 
 
 @gluon.constexpr_function
 def groups_of(KT, FORM, GROUP):
-    """Returns the number of scales per row and K tile that are applied to sums.
+    """Returns the number of groups of a K tile whose sums are multiplied by a scale of their own.
 
-    0 for fp4: its scales are applied to codes.
+    0 without such scales, and for fp4, where the codes are multiplied by scales before the product.
     """
     return KT // GROUP if GROUP > 0 and FORM != "fp4" else 0
 
@@ -102,7 +108,8 @@ def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.const
             FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
     """Loads words of a K tile: its values or codes, then scales and zero points of its groups, if there are any.
 
-    i: number of the tile among those of a warp, of which every S-th K tile is one.
+    at, of, inside: addresses, offsets and masks from `starts_of` and `weight_offsets`. i: number of the K tile among
+    those of a warp. S: distance in K tiles from one of a warp's K tiles to its next.
     """
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
@@ -121,7 +128,10 @@ def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.const
 
 @gluon.jit
 def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
-    """Loads words of a block of rows of x for each unit of a K tile, which begins `first` words after `at`."""
+    """Loads words of a block of rows of x, in one tensor for each unit of a K tile.
+
+    The K tile begins `first` words after `at`. For `of` and `inside` see `words_at`.
+    """
     rows = ()
     for u in gl.static_range(KT // UNIT):
         rows = rows + (words_at(at, of + (first + u * (UNIT // 2)), inside, RAGGED, ""),)
@@ -132,7 +142,7 @@ def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.co
 def starts_of(
     weight, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
 ):
-    """Returns the addresses of a tile's words, and of its scales and zero points if the weight has them."""
+    """Returns the addresses of the words of a weight tile of R rows, and of its scales and zero points if any."""
     at = (weight.words + tile * (R * K * bits_of(FORM) // 32),)
     GROUPS: gl.constexpr = K // 128 if FORM == "fp4" else K // GROUP if GROUP > 0 else 0
     if GROUP > 0:
@@ -145,7 +155,7 @@ def starts_of(
 @gluon.jit
 def moved(at, D: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
            PER: gl.constexpr):  # fmt: skip
-    """Returns the addresses `at`, moved on by D K tiles."""
+    """Returns the addresses `at` of `starts_of`, advanced by D of a warp's K tiles. For S see `k_tile_of`."""
     GROUPS: gl.constexpr = 1 if FORM == "fp4" else groups_of(KT, FORM, GROUP)
     moved = (at[0] + D * S * pieces_of(KT, FORM) * 256,)
     for i in gl.static_range(1, len(at)):
@@ -159,7 +169,8 @@ def weight_offsets(tile, N, K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, 
                    RUNS: gl.constexpr = False):  # fmt: skip
     """Returns offsets of words, scales and zero points from the start of a tile, and masks for a ragged last K tile.
 
-    w: layout of the words. T: number of K tiles of a warp. RUNS: True if these are neighbours, which needs values.
+    w: layout of the words. T: number of K tiles of a warp. RUNS: True if the K tiles of a warp are consecutive; only
+    for FORM "values".
     """
     s, r, k = _numbers(w, S, R, KT // 2 if FORM == "values" else 16)
     group = _groups_of_rows(tile, r // 16, N, R)
@@ -190,7 +201,7 @@ def weight_offsets(tile, N, K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, 
 
 @gluon.jit
 def _numbers(like: gl.constexpr, S: gl.constexpr, R: gl.constexpr, W: gl.constexpr):
-    """Returns 0 .. S - 1, 0 .. R - 1 and 0 .. W - 1, along the axes of a tensor [S, R, W] with layout `like`."""
+    """Returns 0 .. S - 1, 0 .. R - 1 and 0 .. W - 1: indices along the axes of a tensor [S, R, W] in layout `like`."""
     s = gl.expand_dims(gl.expand_dims(gl.arange(0, S, layout=gl.SliceLayout(1, gl.SliceLayout(2, like))), 1), 2)
     r = gl.expand_dims(gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(0, gl.SliceLayout(2, like))), 0), 2)
     k = gl.expand_dims(gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(0, gl.SliceLayout(1, like))), 0), 1)
@@ -199,14 +210,17 @@ def _numbers(like: gl.constexpr, S: gl.constexpr, R: gl.constexpr, W: gl.constex
 
 @gluon.jit
 def _groups_of_rows(tile, group, N, R: gl.constexpr):
-    """Returns numbers of groups of 16 rows, from the first of a tile. Groups after the weight's last repeat it."""
+    """Returns `group`, numbers of groups of 16 weight rows within a tile, limited to the last group of the weight."""
     return gl.minimum(tile * (R // 16) + group, N // 16 - 1) - tile * (R // 16)
 
 
 @gluon.jit
 def operands_of(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr,
                 DTYPE: gl.constexpr):  # fmt: skip
-    """Returns operands [S, R, `unit_of`] of a K tile, in the layout of the left operand."""
+    """Returns the operands of a K tile: a 16-bit tensor [S, R, `unit_of`] for each unit, in layout `left`.
+
+    k_tile: result of `k_tile_of`. Codes are converted.
+    """
     if FORM == "values":
         return (weight_operand(k_tile[0], DTYPE, left),)
     else:
@@ -228,7 +242,7 @@ def operands_of(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.conste
 
 @gluon.jit
 def scales_of(k_tile, like: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr):
-    """Returns the scales [S, R, 1] of sums in layout `like`, for each group of a K tile. Empty without groups."""
+    """Returns, for each group of a K tile, the scales [S, R, 1] of its sums, in layout `like`. Empty without groups."""
     scales = ()
     for g in gl.static_range(groups_of(KT, FORM, GROUP)):
         scales = scales + (rows_of(k_tile[pieces_of(KT, FORM) + g], gl.float16, like),)
@@ -237,16 +251,20 @@ def scales_of(k_tile, like: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexp
 
 @gluon.jit
 def less_offset(part, total, FORM: gl.constexpr):
-    """Subtracts the codes' offset times the sums of x, `total` [S, 16, BM], from sums of codes times x."""
+    """Returns `part`, sums of stored codes times x, minus the offset of stored codes times `total`.
+
+    total: sums of x [S, 16, BM], the same in all 16 rows.
+    """
     total = gl.convert_layout(for_all(total, part.shape[1]), part.type.layout, assert_trivial=True)
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
 @gluon.jit
 def block_sums(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl.constexpr, DTYPE: gl.constexpr):
-    """Multiplies a block of rows of x with a K tile.
+    """Returns `sums` plus the products of a K tile with a block of rows of x.
 
-    `sums` is (acc,), or (acc, sums of x) if the offset is subtracted at the end.
+    sums: (acc,), or (acc, sums of x) if the offset of codes is subtracted after the last K tile. units: operands of the
+    K tile. rows: words of x for each unit. scales: result of `scales_of`. ones_of: operand of ones, which sums x.
     """
     acc = sums[0]
     mma: gl.constexpr = acc.type.layout
@@ -282,9 +300,9 @@ def block_sums(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl
 @gluon.jit
 def no_sums(S: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl.constexpr,
             mma: gl.constexpr):  # fmt: skip
-    """Returns zero sums for each block of rows of x.
+    """Returns sums of zero for each block of rows of x: accumulators [S, R, BLOCK].
 
-    With OWN_SUM also sums of x, for offsets subtracted at the end.
+    With OWN_SUM also zero sums of x [S, 16, BLOCK], for an offset of codes that is subtracted after the last K tile.
     """
     sums = ()
     for _ in gl.static_range(BLOCKS):

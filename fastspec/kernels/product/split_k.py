@@ -1,8 +1,8 @@
-"""Kernels between packed products of many rows: add splits, bias and residual, round once, apply the next norm.
+"""Kernels between packed products of many rows: add splits, bias and residual, round once, prepare the next product.
 
-Before a norm and a product, rows are multiplied with gamma and regrouped, as the TMA kernel reads them. The factors of
-rows are computed from the sums of squares of each split of that product, with the bits of `norm`. So a CTA has the part
-of a row that one split will multiply, and even few rows give many CTAs.
+For the next product with a norm, rows are multiplied with gamma and regrouped, as the TMA kernels read them. The TMA
+kernel applies 1 / sqrt(mean(x^2) + eps) to its sums. It adds the squares from one sum for each of its splits of K, in
+the order of norm.py. So a CTA here has the part of a row that one split multiplies, and even few rows give many CTAs.
 """
 
 # mypy: disable-error-code="assignment"
@@ -37,19 +37,19 @@ from fastspec.kernels.product.quantised.conversion import raised_rows
 COLUMNS = 512  # columns of one CTA of `sum_kernel`
 WARPS = 4
 FEW_PROGRAMS = 264  # two for each SM of an H200
-# words of shared memory of a CTA, with few or more of them: three or six share an SM. CTAs start early; without this
-# limit they would all start on the first free SMs
+# words of shared memory of a CTA, if there are few CTAs, or more: so at most three, or six, share an SM. CTAs start
+# early; without this limit they would all start on the first free SMs
 SPREAD = (16384, 8192)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Partial sums of the splits of a product.
+    """Partial sums of a product, one for each split of K.
 
     Attributes:
         sums: fp32 [SPLITS, M, N].
-        pairwise: number of neighbours that are added first; 0: all are added as one binary tree.
-        factors: fp32 [N], factors of the sums of codes; None for 16-bit weights.
+        pairwise: number of neighbouring splits that are added first; 0: all are added as one binary tree.
+        factors: fp32 [N], a factor for the sum of each column, for weights in codes. None for 16-bit weights.
     """
 
     sums: Tensor
@@ -67,10 +67,10 @@ def sums_of(
     parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
     N: gl.constexpr, SPLITS: gl.constexpr, PAIRWISE: gl.constexpr,
 ):  # fmt: skip
-    """Returns fp32 sums of columns n of a row, times the factors of the columns and of the row, plus bias and residual.
+    """Returns elements n of row `row`, in fp32: (sum of splits * column factors * row factor) + bias + residual.
 
-    Zero if not `there`. Splits are loaded through shared memory, because the compiler keeps only few loads into
-    registers in flight.
+    Where a pointer or the factor is None, its operation is left out. Zero where the mask `there` is False. Splits are
+    loaded through shared memory, because the compiler keeps only few loads into registers in flight.
     """
     at = row.to(gl.int64) * N + n
     held = ()
@@ -112,7 +112,7 @@ def sum_kernel(
     eps,
     M,
     N: gl.constexpr,
-    K: gl.constexpr,  # K of the norm
+    K: gl.constexpr,  # width of the normed rows
     SPLITS: gl.constexpr,
     PAIRWISE: gl.constexpr,  # number of neighbouring parts that are added first
     S: gl.constexpr,
@@ -120,7 +120,7 @@ def sum_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Computes COLUMNS columns of a row."""
+    """Adds the splits of COLUMNS elements of one row of the result, then bias and residual, and rounds once."""
     row = gl.program_id(0)
     n = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     if PDL:
@@ -140,7 +140,10 @@ def leave_given(
     K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, ROOM: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr,
     DTYPE: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """Stores one split's part of a row in the order that the next product reads; see `regroup_kernel`."""
+    """Stores the part `total` of a row that one split of the next product multiplies, times gamma and regrouped.
+
+    With gamma, also stores the sum of its squares. For the arguments see `regroup_kernel`.
+    """
     K_TILE: gl.constexpr = KT // 2  # in words
     words_at = row.to(gl.int64) * (K // 2)
     low, high = gl.split(gl.reshape(total.to(gl.int16, bitcast=True), [ROOM, 2]))
@@ -181,14 +184,14 @@ def regroup_kernel(
     K: gl.constexpr,
     S: gl.constexpr,  # splits of the next product
     KT: gl.constexpr,
-    ROOM: gl.constexpr,  # number of words, a power of two
+    ROOM: gl.constexpr,  # words of a row for one split of the next product; a power of two
     SHARED: gl.constexpr,  # words of shared memory, at least ROOM; more, so that fewer CTAs share an SM
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
     RAISE: gl.constexpr,
 ):
-    """Computes the part of a row that one split of the next product multiplies."""
+    """Sums the part of one row that one split of the next product multiplies, and prepares it for this product."""
     K_TILE: gl.constexpr = KT // 2  # in words
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
@@ -223,8 +226,13 @@ def add_up(
     """Writes out [M, N] = round(sum of parts * `factors` [N] * factors of rows [M] + bias [N] + residual).
 
     Args:
-        squares: fp32 [S, M], result of `permuted_rows`; None: rows have no factors.
-        norm: the norm whose row factors are computed from `squares`.
+        parts: partial sums of the product, with `factors`.
+        squares: fp32 [S, M], result of `permuted_rows`, for the norm before the product. None: rows have no factors.
+        norm: weight and epsilon of that norm. A row's factor is 1 / sqrt(mean(x^2) + eps).
+        bias: [N], or None.
+        residual: [M, N], or None.
+        out: [M, N].
+        pdl: see `packed_linear`.
     """
     splits, rows, n = parts.sums.shape
     k, eps = (1, 0.0) if norm is None else (len(norm[0]), norm[1])
@@ -250,19 +258,21 @@ def permuted_rows(
     bias: Tensor | None = None,
     raise_rows: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Prepares rows for a product of the TMA kernel.
+    """Prepares rows for a TMA kernel's product: adds partial sums, multiplies by the norm's weight, and regroups.
 
     Args:
         x: [M, K], 16-bit and contiguous.
-        norm: weight [K] and epsilon; None: rows are not normed.
-        split: number of splits and K tile of the product.
+        norm: weight [K] and epsilon of the norm before the product. None: no norm.
+        split: (number of splits, values of K in a K tile) of the product.
         dtype: x's dtype in Gluon.
-        parts: partial sums [SPLITS, M, K]. They and bias [K] are first added to x.
+        pdl: see `packed_linear`.
+        parts: partial sums [SPLITS, M, K] of the previous product. They and bias [K] are first added to x. None: x is
+            complete.
         raise_rows: True to multiply the regrouped rows by 2^64, exactly, for a product with 8-bit codes.
 
     Returns:
-        x or the sum [M, K]; the same times the norm's weight, regrouped; sums of squares fp32 [S, M], None without a
-        norm.
+        x or the sum [M, K]; the same times the norm's weight, regrouped; and sums of squares fp32 [S, M] for each split
+        of the product, or None without a norm.
     """
     rows, k = x.shape
     splits, k_tile = split

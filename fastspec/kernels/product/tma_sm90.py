@@ -2,14 +2,14 @@
 
 Sums have the same terms in the same order as in the few-row kernel, so a row has the same bits. There, each of S warps
 takes every S-th K tile. Here, a CTA makes S passes over K, and adds their sums in the same order. With too few weight
-rows to fill the GPU, a CTA makes only one pass, or those that are added pairwise. It stores these sums in `parts`, and
-`split_k` adds them. With many weight rows and many rows of x, CTAs are persistent: they take several tiles, and load
-the next one while a tile's sums are stored.
+rows to fill the GPU, a CTA makes only one pass, or those that are added pairwise. It stores these partial sums, and
+`split_k.add_up` adds them. With many weight rows and many rows of x, CTAs are persistent: they compute several tiles,
+and load the next one while a tile's sums are stored.
 
-One warp loads weights and rows of x by TMA, 64 values of each per step, STAGES steps ahead. The others multiply. Only
-the weights pass through registers: a lane's 16 bytes are its operands of four products. x is regrouped, so that the
-values of these four products are contiguous, as wgmma reads them from shared memory. Attention, `split_k` or this
-kernel store it so. With a norm, one more warp computes the rows' factors.
+One warp loads weights and rows of x by TMA, 64 values of K per step, STAGES steps ahead. Other warps multiply. Only the
+weights pass through registers: a lane's 16 bytes are its operands of four products. x is regrouped, so that the values
+of these four products are contiguous, as wgmma reads them from shared memory. Attention, `split_k` or this kernel store
+it so. With a norm, one more warp computes 1 / sqrt(mean(x^2) + eps) of the rows.
 """
 
 # mypy: disable-error-code="assignment"
@@ -47,13 +47,16 @@ _boxes = gluon.constexpr_function(boxes)  # `boxes` as a function of device code
 
 @gluon.constexpr_function
 def group_sums(GROUP, warps):
-    """Layout of sums [R, GROUP] of wgmma."""
+    """Returns the layout of a wgmma accumulator [R, GROUP]."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
 
 
 @gluon.constexpr_function
 def pieces_layout(R, warps, pieces=2):
-    """Layout of a step's weights [R / 16, 8 pieces, 32]: a lane's 16 bytes are its operands of four products."""
+    """Returns the layout of a step's weights, words [R / 16, 8 pieces, 32].
+
+    A lane's 16 bytes are its operands of four products.
+    """
     held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], *([[0, 8, 0]] if pieces == 2 else [])]
     held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 0, 16], [0, 1, 0], [0, 2, 0]]
@@ -63,7 +66,10 @@ def pieces_layout(R, warps, pieces=2):
 
 @gluon.jit
 def group_operand(words, DTYPE: gl.constexpr):
-    """Casts words [R, 32] to values [R, 64] such that products of 16 neighbours are those of the few-row kernel."""
+    """Casts words of weights [R, 32] to 16-bit values [R, 64], in an order along K that matches regrouped x.
+
+    Each wgmma over 16 neighbours then multiplies the same 16 values of K as one mma of the few-row kernel.
+    """
     runs = gl.permute(gl.reshape(words, [words.shape[0], 2, 4, 4]), (0, 3, 1, 2))
     flat = gl.reshape(runs, [words.shape[0], 32])
     low, high = flat.to(gl.int16), (flat >> 16).to(gl.int16)
@@ -91,7 +97,10 @@ def _ask_for_weights(
     weight_descs, ws, full, step, tile, place, split,
     STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr, BYTES: gl.constexpr, OWN: gl.constexpr,
 ):  # fmt: skip
-    """Tells the barrier of a step's slot to expect BYTES bytes, and issues the copies of the step's weights."""
+    """Tells the barrier of a step's slot to expect BYTES bytes, and issues the TMA copies of the step's weights.
+
+    place: number of the step within its tile.
+    """
     slot = step % ws.shape[0]
     at = (split * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
     mbarrier.expect(full.index(slot), BYTES)
@@ -107,7 +116,7 @@ def _ask_for_weights(
 def _ask_for_rows(
     x_descs, xs, full, step, place, split, first_row, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr
 ):  # fmt: skip
-    """Issues the copies of a step's rows of x."""
+    """Issues the TMA copies of a step's rows of x. For `place` see `_ask_for_weights`."""
     slot = step % xs[0].shape[0]
     at = 2 * (split * K_TILE + place_of(place, STEPS, K_TILE, S))
     for i in gl.static_range(len(xs)):
@@ -117,7 +126,7 @@ def _ask_for_rows(
 
 @gluon.jit
 def _turns(N, OWN: gl.constexpr, STAY: gl.constexpr):
-    """Returns the number of tiles of this CTA."""
+    """Returns the number of weight tiles that this CTA computes."""
     if STAY:
         return ((N + OWN - 1) // OWN - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     else:
@@ -130,10 +139,10 @@ def _fetch(
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr,
     BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp. Weights do not wait for the previous kernel; x does.
+    """Runs the loading warp. Weights are loaded before the previous kernel ends, x afterwards.
 
-    The next kernel may not start early if splits are stored as parts, because it only adds these. Most of its CTAs
-    would wait on the first free SMs.
+    If this kernel stores partial sums (APART), the next kernel may not start early, because it only adds these. Most of
+    its CTAs would wait on the first free SMs.
     """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(EACH, STAGES)
@@ -160,7 +169,10 @@ def _fetch(
 
 @gluon.jit
 def _weights_of(step, ws, full, WARPS: gl.constexpr):
-    """Loads words [R, 32] of a step from its slot, in which the two halves of a K tile of 32 rows follow each other."""
+    """Waits for a step's weights in their slot, and loads their words [R, 32].
+
+    In the slot, as in a packed weight, words 0..15 of 16 rows precede words 16..31 of these rows.
+    """
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -172,10 +184,10 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
 def _passed(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Makes one pass over K.
+    """Makes one pass over K, from step `step`, whose weights are `words`.
 
-    Returns the next step, its weights, and the pass's sums [R, GROUP] for each group of rows of x. Weights of a step
-    are loaded while the previous step is multiplied. The weights of the last step are loaded twice.
+    Returns the next step, its weights, and the pass's sums [R, GROUP] for each group of rows of x. A step's weights are
+    loaded while the previous step is multiplied. After step `last`, its weights are loaded again and not used.
     """
     accs = ()
     for i in gl.static_range(len(xs)):
@@ -203,7 +215,7 @@ def _passed(
 def _pairwise_sums(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, PAIRWISE: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Makes PAIRWISE passes and adds their sums."""
+    """Makes PAIRWISE passes and adds their sums in order. For the results see `_passed`."""
     step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
     for _ in gl.static_range(1, PAIRWISE):
         step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
@@ -218,7 +230,7 @@ def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
-    """Stores the sum of this CTA's PAIRWISE splits in parts [S / PAIRWISE, M, N]."""
+    """Stores the sums over this CTA's PAIRWISE splits as partial sums, in parts[split], fp32 [S / PAIRWISE, M, N]."""
     for i in gl.static_range(len(accs)):
         n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
         first = gl.program_id(0) * OWN
@@ -232,7 +244,7 @@ def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
 
 @gluon.constexpr_function
 def _factors_room(rows):
-    """Returns the number of factors in shared memory: a power of two."""
+    """Returns the number of row factors for which shared memory is allocated: a power of two, at least 32."""
     return max(32, 1 << (rows - 1).bit_length())
 
 
@@ -241,7 +253,10 @@ def _work_out_factors(
     factors, known, squares_ptr, first_row, M, eps,
     K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the warp that computes the norm's factor of each row, from sums of squares fp32 [S, M]."""
+    """Runs the warp that computes the norm's factor of each row, from sums of squares fp32 [S, M].
+
+    It stores them in shared memory, `factors`, and arrives at the barrier `known`.
+    """
     if squares_ptr is not None:
         if PDL:
             gdc_wait()
@@ -256,7 +271,7 @@ def _end(
     totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
     GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Runs the epilogue of complete sums."""
+    """Runs the epilogue of complete sums: `totals` has a tile for each group of rows of x."""
     FIRST: gl.constexpr = (0, totals[0].shape[1])
     for i in gl.static_range(len(totals)):
         total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
@@ -280,14 +295,17 @@ def _multiply(
     EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps for all tiles of this CTA: sums over K, then stores parts or applies the epilogue."""
+    """Runs the multiplying warps for all tiles of this CTA: sums over K, then stores partial sums or a finished tile.
+
+    EACH: steps of a tile.
+    """
     bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     nil = M >> 31
     step = 0
     turns = _turns(N, OWN, STAY)
     last = EACH * turns - 1
     for turn in range(turns):
-        words = _weights_of(step, ws, full, WARPS)  # loaded again, because the end of a tile needs these registers
+        words = _weights_of(step, ws, full, WARPS)  # loaded again, because the epilogue needs these registers
         step, words, totals = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
         if parts_ptr is not None:
             _leave(totals, parts_ptr, split // PAIRWISE, first_row, M, N, OWN)
@@ -325,7 +343,7 @@ def tma_kernel(
     KT: gl.constexpr,
     PAIRWISE: gl.constexpr,  # number of neighbouring splits that a CTA adds first
     R: gl.constexpr,  # weight rows in shared memory: a power of two, because wgmma multiplies 64
-    OWN: gl.constexpr,  # weight rows that the CTA has; sums of the others are not stored
+    OWN: gl.constexpr,  # weight rows of the CTA's tile; sums of the other R - OWN rows are not stored
     GROUP: gl.constexpr,  # rows of x in the first product
     REST: gl.constexpr,  # rows of x in a second product; 0: no second one
     STAGES: gl.constexpr,  # steps of K in shared memory
@@ -336,7 +354,10 @@ def tma_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes OWN weight rows by GROUP + REST rows of x. Sums all of K, or PAIRWISE splits if it stores parts."""
+    """Computes tiles of the result: products of OWN weight rows with GROUP + REST rows of x.
+
+    A CTA sums over all of K and runs the epilogue, or it stores partial sums over PAIRWISE splits.
+    """
     K_TILE: gl.constexpr = KT // 2  # in words
     STEPS: gl.constexpr = steps_of(K, S, KT, 1)
     BYTES: gl.constexpr = (OWN + GROUP + REST) * 128

@@ -1,20 +1,21 @@
-"""Gated delta rule for the tokens of a step, with the convolution before it, in one launch.
+"""Gated delta rule for the tokens of a decode pass (a step), with the convolution before it, in one launch.
 
     for each token:   S <- e^g S;   S <- S + beta (v - S k) k^T;   out = S q        (Gated DeltaNet, arXiv 2412.06464)
 
-DECAY says what g is: "head": a number of each head. "channel": one of each element of a key, so it scales the columns
-of S (Kimi delta attention, arXiv 2510.26692). "bounded": the same with a lower limit.
+S is the recurrent state of a value head. DECAY says what g is. "head": one number for each head. "channel": one number
+for each element of a key, which scales a column of S (Kimi delta attention, arXiv 2510.26692). "bounded": the same as
+"channel", with a lower limit of g.
 
 A CTA computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after each
-token. The number of tokens is a runtime argument; its upper limit is a constant (TOKENS). Steps of one token have a
-kernel of their own. With few rows, a CTA has a smaller part of the state.
+token. The number of tokens is a runtime argument; its upper limit is a constexpr (TOKENS). Steps of one token have a
+compiled kernel of their own. With few rows, a CTA has a smaller part of the state.
 
-Row invariance: a token's bits are the same in all these kernels. A sum over the elements of a key stays in one warp,
-and a lane has the same elements of the key in every kernel (`_LEAST`).
+Batch invariance. A token's bits are the same in all compiled kernels. A sum over the elements of a key stays in one
+warp, and a lane has the same elements of the key in every kernel (`_LEAST`).
 
-Every CTA that needs q and k of a head computes their convolution again. One of them stores their inputs in a ring by
-position. No CTA reads a place that this launch writes: the positions read and the positions written are consecutive,
-and the ring has room for both.
+Every CTA that needs q and k of a head computes their convolution again. One of these CTAs stores the convolution's
+inputs in a ring buffer, indexed by position. No CTA reads an index that this launch writes: the positions read and the
+positions written are consecutive, and the ring buffer has room for both.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from fastspec.kernels.recurrent.parts import (
 )
 from fastspec.shapes import DeltaRule
 
-STEP_TILE, WARPS = 2048, 1  # elements of the state per CTA, and its warps
+STEP_TILE, WARPS = 2048, 1  # elements of the state in a CTA, and its warps
 # with at most FEW_ROWS rows a CTA has only FEW_TILE elements, because then all CTAs still run at once
 FEW_ROWS, FEW_TILE = 2, 1024
-AHEAD = tl.constexpr(2)  # largest number of tokens for which registers suffice to load older inputs before the wait
+AHEAD = tl.constexpr(2)  # with more tokens, registers do not suffice to load older inputs before the wait
 _LEAST = (
     # least number of elements of keys [TOKENS, KEYS], so that a lane loads 16 bytes of a key, the maximum, in any dtype
     256
@@ -70,7 +71,10 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes one block of values. The grid is (row, value head, block of its values)."""
+    """Computes all tokens of a row for BLOCK values of one head: outputs, and the state after each token.
+
+    The grid is (row, value head, block of the head's values).
+    """
     if PDL:
         gdc_launch_dependents()
     KEYS: tl.constexpr = triton.next_power_of_2(KEY_DIM)
@@ -150,7 +154,7 @@ def _delta_kernel(
         if DECAY == "head":
             decay_t = tl.sum(tl.where(one, decay, 0.0), axis=0)
         else:
-            # token by token: registers do not suffice for decays of all
+            # token by token: registers do not suffice for the decays of all tokens
             decay_t = tl.exp(decays(row_of(a.to(tl.float32), one), rate, more, floor, DECAY))[None, :]
         state, out = advanced(state, q_t, k_t, v_t, decay_t, beta_t)
         out = out.to(out_ptr.dtype.element_ty)
@@ -164,7 +168,10 @@ def _delta_kernel(
 
 
 def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule) -> None:
-    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values]. Q is at most the number of slots."""
+    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values], for a decode pass.
+
+    Q is at most the number of slots, in which a row keeps its states. dispatch.py has the shapes of the tensors.
+    """
     batch, tokens, _ = product.shape
     block = block_of(rule, STEP_TILE if batch > FEW_ROWS else FEW_TILE)
     launch(
@@ -188,26 +195,27 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
 
 
 def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
-    """Returns the number of tokens for which the kernel is compiled: 1 for a step of one token, else a power of two for
-    the longest step.
+    """Returns TOKENS, the largest number of tokens of a row for which the kernel is compiled.
+
+    A step of one token has its own; all others have that of the longest step, `slots` tokens. Both are powers of two.
     """
     least = _LEAST // triton.next_power_of_2(rule.key_dim)
     return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:
-    """Returns how many values of a head one CTA computes, so that its part of the state has `tile` elements."""
+    """Returns BLOCK, the number of a head's values that a CTA computes: its part of the state has `tile` elements."""
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
 
 
 def decay_of(rule: DeltaRule) -> str:
-    """Returns the kernels' constexpr DECAY."""
+    """Returns DECAY of the kernels: "head", "channel" or "bounded"; see the top of this file."""
     if not rule.by_channel:
         return "head"
     return "bounded" if rule.floor else "channel"
 
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:
-    """Returns the kernels' constexpr sizes by name."""
+    """Returns the constexpr arguments of the kernels for the layer's sizes, by name."""
     heads = {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads}
     return {**heads, "KEY_DIM": rule.key_dim, "VALUE_DIM": rule.value_dim}

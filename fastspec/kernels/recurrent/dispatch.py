@@ -11,8 +11,8 @@
 | state_rows            | int64 [B]                                          | contiguous, all different             |
 | positions, write_mask | int64 and bool [B, Q]                              | contiguous                            |
 
-Passes of up to `slots` tokens a row (steps) use the one kernel of delta.py. Longer ones (prompts) use those of
-prompt.py.
+`reference.delta_rule` says what the arguments mean. Decode passes, of up to `slots` tokens a row, use the kernel of
+delta.py. Longer passes are prefill chunks, and use those of prompt.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def delta_rule(
     rule: DeltaRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes `Ops.delta_rule` with Triton kernels. The output of masked tokens is zero.
+    """Applies the gated delta rule to the new tokens of each row, as `Ops.delta_rule` and `reference.delta_rule`.
+
+    The output of masked tokens is zero.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.

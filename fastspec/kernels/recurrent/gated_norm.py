@@ -1,6 +1,6 @@
-"""Gated norm after a recurrent layer, and gate after attention, in one launch each.
+"""Gated RMSNorm of the output of a recurrent layer, and gate of the output of attention, in one launch each.
 
-    gated_norm:  rmsnorm(x) weight silu(gate), or sigmoid(gate)      gated:  x sigmoid(gate)
+    gated_norm:  rmsnorm(x) weight silu(gate), or with sigmoid(gate)      gated:  x sigmoid(gate)
 
 | argument | shape, dtype                         | notes                                             |
 |----------|--------------------------------------|---------------------------------------------------|
@@ -8,7 +8,7 @@
 | gate     | as x                                 | its last axis contiguous, tokens at equal strides |
 | weight   | [D], x's dtype                       | contiguous; weight of the norm                    |
 
-One CTA computes some heads of one token, so a row's bits do not depend on other rows.
+The norm is over the D elements of a head. A CTA computes a part of one token, so a row's bits do not depend on others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.checks import told
 from fastspec.kernels.common.launch import launch
 
-_ELEMENTS = 1024  # elements per CTA
+_ELEMENTS = 1024  # elements in a CTA
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def _gated_norm_kernel(
     SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes GROUP heads of one token. The grid is (token, group of heads)."""
+    """Computes `gated_norm` for GROUP heads of one token. The grid is (token, group of heads)."""
     if PDL:
         gdc_launch_dependents()
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) * GROUP + tl.arange(0, GROUP)
@@ -66,7 +66,7 @@ def _gated_norm_kernel(
 
 @triton.jit
 def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Computes BLOCK elements of one token. The grid is (token, block)."""
+    """Computes `gated` for BLOCK elements of one token. The grid is (token, block of elements)."""
     if PDL:
         gdc_launch_dependents()
     token, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -81,7 +81,7 @@ def _gate_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, WIDTH: tl.constexpr, BLO
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """Computes `Ops.gated` with a Triton kernel.
+    """Computes x * sigmoid(gate), as `Ops.gated`.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.
@@ -98,7 +98,7 @@ def gated(x: Tensor, gate: Tensor) -> Tensor:
 def gated_norm(
     x: Tensor, gate: Tensor, weight: Tensor, eps: float, activation: Literal["silu", "sigmoid"] = "silu"
 ) -> Tensor:
-    """Computes `Ops.gated_norm` with a Triton kernel.
+    """Computes rms_norm(x) * weight * activation(gate), with a norm over each head, as `Ops.gated_norm`.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.
@@ -131,7 +131,7 @@ def gated_norm(
 
 
 def _stride_of(x: Tensor, gate: Tensor) -> int:
-    """Checks x and gate. Returns the elements from one token's gate to the next one's."""
+    """Checks x and gate. Returns the stride, in elements, from one token's gate to the next token's."""
     if x.dim() != 3 or not x.is_contiguous():
         raise ValueError(f"x is {told(x)}; wanted contiguous [B, Q, heads * D]")
     stride = gate.stride(1) if gate.dim() == 3 else 0

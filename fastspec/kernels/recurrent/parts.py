@@ -1,4 +1,4 @@
-"""Device code that the kernels of the gated delta rule share: argument groups, and the arithmetic of one token."""
+"""Device code that the kernels of recurrent layers share: groups of arguments, and the arithmetic of one token."""
 
 # mypy: disable-error-code="assignment"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -13,12 +13,13 @@ import triton.language as tl
 from fastspec.kernels.reference.recurrent import L2_EPS
 
 _EPS = tl.constexpr(L2_EPS)
-_OF_STEPS = tl.constexpr(64)  # number of tokens whose mask is loaded at a time
+# number of tokens whose mask `span` loads at a time, in decode passes and in prefill chunks
+_OF_STEPS = tl.constexpr(64)
 OF_PROMPTS = tl.constexpr(1024)
 
 
 class Weights(NamedTuple):
-    """Weights of a layer; `reference.delta_rule` has their shapes."""
+    """Weights of a layer with the gated delta rule, as kernel arguments; dispatch.py has their shapes."""
 
     conv: Any
     decay: Any
@@ -26,7 +27,7 @@ class Weights(NamedTuple):
 
 
 class StateSlots(NamedTuple):
-    """States of a layer and positions of tokens; `reference.delta_rule` has their shapes."""
+    """Recurrent states of a layer, and positions of tokens, as kernel arguments; dispatch.py has their shapes."""
 
     states: Any
     inputs: Any
@@ -37,7 +38,10 @@ class StateSlots(NamedTuple):
 
 @triton.jit
 def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
-    """Returns a row's first token in the write mask, and the number of its tokens there."""
+    """Returns the index of a row's first unmasked token, and the number of its unmasked tokens.
+
+    mask_ptr: bool [num_tokens], False for masked tokens. SCANNED: tokens loaded at a time.
+    """
     first = num_tokens
     count = num_tokens * 0
     for start in range(0, num_tokens, SCANNED):
@@ -56,9 +60,9 @@ def sigmoid(x):
 
 @triton.jit
 def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
-    """Loads inputs [T, C] at positions [T] and channels [C] from the ring.
+    """Loads the convolution's inputs [T, C] at positions [T] and channels [C] from the ring buffer.
 
-    Loads only where `older` [T, C] is true and the position is not negative.
+    Zero where the mask `older` [T, C] is False or the position is negative. PLACES: length of the ring buffer.
     """
     place = (position + PLACES) % PLACES
     older = older & (position >= 0)[:, None]
@@ -78,9 +82,9 @@ def convs_ahead(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Loads weights and older inputs of each tap of `convs`.
+    """Loads the weights and older inputs for each tap of the convolution, as `ahead` of `convs`.
 
-    They do not depend on the product, so this can be done before it ends.
+    They do not depend on the product, so they may be loaded before it is complete. For the arguments see `convs`.
     """
     loaded = ()
     for tap in tl.static_range(WIDTH):
@@ -109,8 +113,10 @@ def convs(
 ):
     """Computes silu of the convolution at tokens [T] and channels [C].
 
-    `product_ptr` points to the first token in the write mask, at position `start`. The ring `inputs_ptr` has the inputs
-    of older positions. Tokens that are not `there` are not read. `ahead` is the result of `convs_ahead`, or None.
+    product_ptr points to the row's first unmasked token, at position `start`. token [T] counts from it. The ring buffer
+    inputs_ptr has the inputs of older positions. there [T]: mask of tokens that are read; inside [C]: mask of channels.
+    ROWS: values of a token in the product. WIDTH: taps. PLACES: length of the ring buffer. ahead: result of
+    `convs_ahead`, or None.
 
     Returns:
         Result [T, C] in fp32, rounded to the product's dtype, and the tokens' inputs [T, C] in that dtype.
@@ -136,14 +142,18 @@ def convs(
 
 @triton.jit
 def betas(b_ptr, there):
-    """Loads b of some tokens and one head. Returns fp32 sigmoid(b)."""
+    """Loads b of some tokens and one head. Returns beta = sigmoid(b) in fp32, rounded to the dtype of b."""
     b = tl.load(b_ptr, mask=there, other=0.0)
     return sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
 
 
 @triton.jit
 def decays(a, rate, more, floor, DECAY: tl.constexpr):
-    """Computes the logarithm of the decay in fp32 from a, with the shape of a."""
+    """Computes g, the logarithm of the decay, in fp32 and in the shape of a.
+
+    rate: exp of the layer's `decay`. more: the layer's `step`, a bias of a. floor: lower limit of g if DECAY is
+    "bounded".
+    """
     a = a.to(tl.float32) + more
     if DECAY == "bounded":
         log = floor * sigmoid(rate * a)
@@ -154,21 +164,21 @@ def decays(a, rate, more, floor, DECAY: tl.constexpr):
 
 @triton.jit
 def units(x):
-    """Normalises each row of x [T, D]: x / |x|."""
+    """Normalises each row of x [T, D] to length 1: x / |x|."""
     return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) + _EPS))[:, None]
 
 
 @triton.jit
 def row_of(x, one):
-    """Returns the row of x [T, D] where `one` [T] is true."""
+    """Returns the row [D] of x [T, D] at which the mask `one` [T] is True."""
     return tl.sum(tl.where(one[:, None], x, 0.0), axis=0)
 
 
 @triton.jit
 def advanced(state, q, k, v, decay, beta):
-    """Advances the state [values, keys] by one token. Returns (new state, output [values] of that token).
+    """Applies one token of the gated delta rule to the state [values, keys]. Returns (new state, output [values]).
 
-    decay is one number, or [1, keys].
+    decay: factor of the state, one number or [1, keys].
     """
     state = state * decay
     delta = (v - tl.sum(state * k[None, :], axis=1)) * beta

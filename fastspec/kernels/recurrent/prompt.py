@@ -1,10 +1,10 @@
-"""Gated delta rule for the tokens of a prompt, in chunks, by four launches.
+"""Gated delta rule for the many tokens of a prefill pass, in chunks, by four launches.
 
 1. `_prepare_kernel`: computes convolved q, k and v, beta and the logarithm of the decay, in fp32, for all tokens in
    parallel.
-2. `solve_kernel`: computes U, W and P of all chunks in parallel.
-3. `_scan_kernel`: a CTA goes through the chunks of a row. It has BLOCK values of one value head, and keeps its part of
-   the state in registers.
+2. `solve_kernel`: computes U, W and P (see below) of all chunks in parallel.
+3. `_scan_kernel`: a CTA processes the chunks of a row, one after the other. It has BLOCK values of one value head, and
+   keeps its part of the state in registers.
 4. `_keep_kernel`: stores the inputs of the last tokens for the convolution of later passes.
 
 The formulas are those of Gated DeltaNet (arXiv 2412.06464, section 3.3). S is the state before a chunk, with keys k_t,
@@ -19,10 +19,10 @@ With A_ti = beta_t e^(g_t - g_i) (k_t . k_i) below the diagonal, that is
     out = e^g q S^T + P u       P_ti = e^(g_t - g_i) (q_t . k_i) for i <= t
     S'  = e^g_last S + sum over i of e^(g_last - g_i) u_i k_i^T
 
-With a decay of each element of a key (`decay_of`), g_t is a vector that scales the elements of keys, so e^(g_t - g_i)
-stands within the sums k_t . k_i and q_t . k_i. They are computed column by column: no power is above 1.
+If each element of a key has its own decay (`decay_of`), g_t is a vector. Then e^(g_t - g_i) is a factor of each term of
+the sums k_t . k_i and q_t . k_i. `_faded` computes these sums for one i at a time, so that no such factor is above 1.
 
-Chunks are on a grid of positions from 0 on, so a pass may have parts of its first and last chunk:
+Chunks begin at multiples of C, so a pass may have only a part of its first and of its last chunk:
 
     positions   | 0 .. C-1 | C .. 2C-1 | 2C .. 3C-1 | ...
     a pass      | [start ................. end)
@@ -53,7 +53,8 @@ class Prepared(NamedTuple):
         q, k: [B, Q, key_heads, key_dim].
         v: [B, Q, values].
         beta: [B, Q, value_heads].
-        decay: [B, Q, value_heads], or [B, Q, value_heads, key_dim] with a decay of each element; the logarithm.
+        decay: logarithm of the decay, [B, Q, value_heads]; [B, Q, value_heads, key_dim] if each element of a key has
+            its own.
     """
 
     q: Any
@@ -64,14 +65,14 @@ class Prepared(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """Results of `solve_kernel`, in fp32, for chunks of C = CHUNK positions of a value head; letters as above.
+    """Results of `solve_kernel`, in fp32, for chunks of C = CHUNK positions. The formulas above define the letters.
 
     Attributes:
         erased: W, [B, chunks, value_heads, C, key_dim].
         written: U, [B, chunks, value_heads, C, value_dim].
         scores: P, [B, chunks, value_heads, C, C].
-        decay: g, [B, chunks, value_heads, C]. With a decay of each element only g_last, [B, chunks, value_heads,
-            key_dim]; q and k of `Prepared` are then multiplied by e^g and by e^(g_last - g).
+        decay: g, [B, chunks, value_heads, C]. If each element of a key has its own decay, only g_last, [B, chunks,
+            value_heads, key_dim]. `solve_kernel` then multiplies q of `Prepared` by e^g, and k by e^(g_last - g).
     """
 
     erased: Any
@@ -84,8 +85,8 @@ class Chunks(NamedTuple):
 def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
     """Inverts I + a, for a strictly lower triangular a [CHUNK, CHUNK] with CHUNK of at most 64.
 
-    Its diagonal blocks D of 16 are inverted row by row. With the blocks `off` the diagonal, N = D^-1 off is nilpotent:
-    N^4 = 0. So (I + N)^-1 = (I - N)(I + N^2).
+    D are the diagonal blocks of I + a, 16 by 16 each, and `off` are the other blocks. D is inverted row by row. N =
+    D^-1 off is nilpotent: N^4 = 0. So (I + a)^-1 = (I + N)^-1 D^-1, with (I + N)^-1 = (I - N)(I + N^2).
     """
     BLOCKS: tl.constexpr = CHUNK // 16
     block, line = tl.arange(0, BLOCKS), tl.arange(0, 16)
@@ -112,9 +113,10 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _faded(q, k, decay, CHUNK: tl.constexpr):
-    """Computes sums over elements of q_t k_i e^(g_t - g_i) and of k_t k_i e^(g_t - g_i), each [CHUNK, CHUNK].
+    """Computes two tensors [CHUNK, CHUNK] with elements [t, i], for t >= i.
 
-    All arguments are [CHUNK, KEYS]. Results are for t >= i.
+    They are the sums over elements of q_t k_i e^(g_t - g_i), and of k_t k_i e^(g_t - g_i). q, k and decay (g) are
+    [CHUNK, KEYS].
     """
     line = tl.arange(0, CHUNK)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -142,7 +144,7 @@ def solve_kernel(
     CHUNK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Computes U, W and P of one chunk. The grid is (chunk, value head, row)."""
+    """Computes U, W and P of the formulas above for one chunk and head. The grid is (chunk, value head, row)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
@@ -195,17 +197,18 @@ def solve_kernel(
         tl.store(chunks.scores + (place * CHUNK + line)[:, None] * CHUNK + line[None, :], scores)
 
 
-_PREPARED = 16  # tokens per CTA of `_prepare_kernel`
-_KEPT = 1024  # channels per CTA of `_keep_kernel`
+_PREPARED = 16  # tokens in a CTA of `_prepare_kernel`
+_KEPT = 1024  # channels in a CTA of `_keep_kernel`
 
 
 class Plan(NamedTuple):
-    """Sizes and precision of the kernels over chunks.
+    """Launch configuration of `solve_kernel` and `_scan_kernel`.
 
     Attributes:
-        chunk: positions of a chunk, a divisor of DELTA_CHUNK.
-        block: values per CTA of the scan.
-        solve_warps, scan_warps, stages: launch options.
+        chunk: number of positions in a chunk, a divisor of DELTA_CHUNK.
+        block: number of a head's values in a CTA of `_scan_kernel`.
+        solve_warps, scan_warps: number of warps of each kernel.
+        stages: `num_stages` of `_scan_kernel`.
         precision: precision of fp32 products: `input_precision` of Triton's `dot`.
     """
 
@@ -239,7 +242,10 @@ def _prepare_kernel(
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Convolves a block of tokens. The grid is (block of tokens, row, head): key heads first, then value heads."""
+    """Computes `Prepared` of one head for a block of tokens.
+
+    The grid is (block of tokens, row, head), with the key heads before the value heads.
+    """
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     DECAYS: tl.constexpr = VALUE_HEADS if DECAY == "head" else KEY_HEADS * KEY_DIM
     ROWS: tl.constexpr = CHANNELS + VALUE_HEADS * VALUE_DIM + VALUE_HEADS + DECAYS
@@ -312,7 +318,10 @@ def _scan_kernel(
     KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Goes through the chunks of a row. The grid is (row, value head, block of its values)."""
+    """Computes the outputs of a row, chunk after chunk, and stores the state after its last token.
+
+    The grid is (row, value head, block of the head's values).
+    """
     SIZE: tl.constexpr = VALUE_DIM * KEY_DIM
     row, head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     line, key = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(KEY_DIM))
@@ -386,7 +395,7 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Stores the inputs of a row's last tokens, and those of the last tokens before `kept.at`.
+    """Stores the convolution's inputs for a row's last tokens, and for the last tokens before position `kept.at`.
 
     The grid is (row, token counted from the end, block of channels).
     """
@@ -415,9 +424,9 @@ def _keep_kernel(
 def prompt_rule(
     product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule, kept: KeptState | None = None
 ) -> None:
-    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values].
+    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values], for a prefill pass.
 
-    Q is larger than the number of slots.
+    Q is larger than the number of slots, in which a row keeps its states. dispatch.py has the shapes of the tensors.
     """
     batch, tokens, _ = product.shape
     places, sizes = slots.inputs.shape[1], {**sizes_of(rule), "DECAY": decay_of(rule)}
@@ -489,13 +498,15 @@ def prompt_rule(
 
 
 def store_inputs(x: Tensor, slots: StateSlots, kept: KeptState | None, rule: StateRule) -> None:
-    """Stores the inputs of a convolution: those of a prompt's last tokens, and those before `kept.at`.
+    """Stores the convolution's inputs for the last tokens of each row in the ring buffer.
+
+    Also stores the inputs at the last positions before `kept.at` in `kept.inputs`.
 
     Args:
-        x: [B, Q, channels or more], tokens at equal strides.
-        slots: ring of inputs, and positions of tokens.
+        x: [B, Q, channels or more], tokens at equal strides. The first `channels` values of a token are its inputs.
+        slots: ring buffer of inputs, and positions of tokens.
         kept: see `reference.delta_rule`.
-        rule: sizes.
+        rule: sizes of the layer.
     """
     (batch, tokens), places = slots.positions.shape, slots.inputs.shape[1]
     launch(

@@ -4,19 +4,21 @@
 |-----------------------|-------------------------------------------------------|------------------------------------|
 | product               | [B, Q, rule.rows] bf16, fp16 or fp32                  | contiguous                         |
 | conv, conv_bias       | [channels, 1, width] and [channels], product's dtype  | contiguous                         |
-| decay, step, skip     | fp32 [heads]; of Mamba-1 [channels, state_dim] and twice [channels] | contiguous           |
+| decay                 | fp32 [heads]; of Mamba-1 [channels, state_dim]        | contiguous                         |
+| step, skip            | fp32 [heads]; of Mamba-1 [channels]                   | contiguous                         |
 | states                | fp32 [rows, slots, *rule.state_shape]                 | contiguous; written                |
 | inputs                | [rows, slots + width - 1, channels], product's        | contiguous; written                |
 | state_rows            | int64 [B]                                             | contiguous, all different          |
 | positions, write_mask | int64 and bool [B, Q]                                 | contiguous                         |
 
-1. `_conv_kernel` computes the convolution with what stands before and behind it. In a step it also stores the inputs.
+1. `_conv_kernel` computes the convolution, with the gates or the activation around it. In a decode pass it also stores
+   the convolution's inputs.
 2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row; all channels of Mamba-1 are one head. It keeps its
-   part of the state in registers, and goes through the tokens of the pass. It loads each while it computes the one
-   before.
-3. `_keep_kernel` of prompt.py stores the inputs of a prompt's last tokens.
+   part of the state in registers, and processes the tokens of the pass one after the other. It loads a token while it
+   computes the token before.
+3. `_keep_kernel` of prompt.py stores the convolution's inputs for the last tokens of a prefill pass.
 
-Row invariance: steps and prompts run the same machine code of 1 and 2, so a token's bits are the same in both.
+Batch invariance. Decode and prefill passes run the same machine code of 1 and 2. So a token has the same bits in both.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ from fastspec.shapes import ConvRule, MambaRule, SelectiveRule
 SpaceRule: TypeAlias = ConvRule | MambaRule | SelectiveRule
 MAX_STATE_DIM, MAX_GROUP = 256, 2**15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_TOKENS, _CHANNELS = 16, 64  # of a CTA of `_conv_kernel`
-_TILE = 2048  # elements of the state of a CTA
+_TOKENS, _CHANNELS = 16, 64  # tokens and channels in a CTA of `_conv_kernel`
+_TILE = 2048  # elements of the state in a CTA of `_mamba_kernel`
 _NORM_WARPS = 4
 
 
 class ConvWeights(NamedTuple):
-    """Weights of a convolution. bias is None if it has none."""
+    """Weights of a convolution, as kernel arguments; see the table above. bias is None if it has none."""
 
     conv: Any
     bias: Any
 
 
 class ScanWeights(NamedTuple):
-    """Weights of Mamba-1 or Mamba-2, see the table above."""
+    """Weights of the recurrence of Mamba-1 or Mamba-2, as kernel arguments; see the table above."""
 
     decay: Any
     step: Any
@@ -63,7 +65,7 @@ class ScanWeights(NamedTuple):
 
 
 class StepLimits(NamedTuple):
-    """Limits of a step after softplus."""
+    """Lower and upper limit of the step size after softplus, as kernel arguments."""
 
     least: Any
     highest: Any
@@ -71,7 +73,10 @@ class StepLimits(NamedTuple):
 
 @triton.jit
 def _given(line_ptr, channel, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
-    """Loads inputs of the convolution. `line_ptr` points to the rows of a token; GATED: b * x, rounded."""
+    """Loads inputs of the convolution for some tokens and channels. GATED: they are b * x, rounded to the dtype of x.
+
+    line_ptr points to the first value of each token that the convolution reads.
+    """
     x = tl.load(line_ptr + channel, mask=mask, other=0.0)
     if GATED:
         gated = tl.load(line_ptr + 2 * CHANNELS + channel, mask=mask, other=0.0)
@@ -85,21 +90,24 @@ def _conv_kernel(
     weights,  # ConvWeights
     slots,  # StateSlots
     out_ptr,
-    given_ptr,  # [B, Q, CHANNELS], receives the inputs if GATED and they are not stored in the ring
+    given_ptr,  # [B, Q, CHANNELS], receives the inputs if GATED and they are not stored in the ring buffer
     num_tokens,
-    stores,  # 1: the inputs are stored in the ring
-    FIRST: tl.constexpr,  # first row of the product that the convolution reads
+    stores,  # 1: the inputs are stored in the ring buffer
+    FIRST: tl.constexpr,  # index of the first value of a token that the convolution reads
     CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr,  # values of a token in the product
     WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
+    PLACES: tl.constexpr,  # length of the ring buffer
     GATED: tl.constexpr,
     BIASED: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Convolves TOKENS tokens and BLOCK channels of a row. The grid is (row, block of tokens, block of channels)."""
+    """Computes the convolution for TOKENS tokens and BLOCK channels of a row.
+
+    The grid is (row, block of tokens, block of channels).
+    """
     if PDL:
         gdc_launch_dependents()
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -149,7 +157,7 @@ def _conv_kernel(
 
 @triton.jit
 def _softplus(x):
-    """Computes log(1 + exp(x)), exact for small exp(x); for x > 20 it is x."""
+    """Computes log(1 + exp(x)), without loss of digits for small exp(x). For x > 20 it is x."""
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
     lost = whole - 1.0
@@ -160,8 +168,8 @@ def _softplus(x):
 
 @triton.jit(do_not_specialize=["num_tokens", "every", "keeps"])
 def _mamba_kernel(
-    mixed_ptr,
-    product_ptr,
+    mixed_ptr,  # [B, Q, CHANNELS]: x, B and C, after the convolution
+    product_ptr,  # [B, Q, ROWS]: its last values are the steps of the heads
     weights,  # ScanWeights
     slots,  # StateSlots
     kept,  # KeptState
@@ -179,9 +187,10 @@ def _mamba_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Advances BLOCK rows of the state of one head. The grid is (row, head, block of rows of its state).
+    """Computes the recurrence of one head, for all tokens of a row and BLOCK rows of the head's state.
 
-    SELECTIVE: every row of the state has steps and decays of its own. `product_ptr` then points to the steps alone.
+    The grid is (row, head, block of rows of the state). SELECTIVE (Mamba-1): every row of the state has steps and
+    decays of its own. product_ptr then has only the steps.
     """
     if PDL:
         gdc_launch_dependents()
@@ -261,7 +270,7 @@ def _norm_kernel(
     GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes one group of one token. The grid is (token, group)."""
+    """Computes `mamba_norm` for one group of one token. The grid is (token, group)."""
     if PDL:
         gdc_launch_dependents()
     token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -294,7 +303,9 @@ def short_conv(
     rule: ConvRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes `Ops.short_conv` with Triton kernels. The output of masked tokens is zero.
+    """Computes a gated short convolution over the new tokens of each row, as `Ops.short_conv`.
+
+    The output of masked tokens is zero. For the arguments see the table above, and `reference.state_space.short_conv`.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.
@@ -315,7 +326,9 @@ def mamba(
     rule: MambaRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes `Ops.mamba` with Triton kernels. The output of masked tokens is zero.
+    """Applies Mamba-2 to the new tokens of each row, as `Ops.mamba`.
+
+    The output of masked tokens is zero. For the arguments see the table above, and `reference.state_space.mamba`.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.
@@ -338,7 +351,9 @@ def selective_conv(
     rule: SelectiveRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes `Ops.selective_conv` with Triton kernels. The output of masked tokens is zero.
+    """Computes silu of the convolution of Mamba-1 over the new tokens of each row, as `Ops.selective_conv`.
+
+    The output of masked tokens is zero. For the arguments see the table above.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.
@@ -359,11 +374,11 @@ def selective_scan(
     rule: SelectiveRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes `Ops.selective_scan` with a Triton kernel, after `selective_conv` of the same pass.
+    """Computes the recurrence of Mamba-1 after `selective_conv` of the same pass, as `Ops.selective_scan`.
 
     Args:
-        mixed: [B, Q, channels + 2 * state_dim] bf16, fp16 or fp32, contiguous.
-        steps: [B, Q, channels], mixed's dtype, contiguous.
+        mixed: [B, Q, channels + 2 * state_dim] bf16, fp16 or fp32, contiguous: x, B and C.
+        steps: [B, Q, channels], mixed's dtype, contiguous: step sizes before softplus.
         layer, states, state_rows, positions, write_mask, rule, kept: see the table above.
 
     Raises:
@@ -377,7 +392,7 @@ def selective_scan(
     check("states", states, (*states.shape[:2], *rule.state_shape), torch.float32)
     of_channels = (rule.channels,)
     weights = _scan_weights(layer, {"decay": rule.state_shape, "step": of_channels, "skip": of_channels})
-    # no inputs are read here; tensors of the same dtypes as with `kept`, so that steps and prompts run the same code
+    # `mixed` is not read as inputs; it has their dtype, so that decode and prefill passes run the same machine code
     slots = StateSlots(states, mixed, state_rows, positions, write_mask)
     return _scanned(mixed, steps, weights, slots, rule, kept)
 
@@ -390,7 +405,10 @@ def _scanned(
     rule: MambaRule | SelectiveRule,
     kept: KeptState | None,
 ) -> Tensor:
-    """Returns the result of the scan, [B, Q, rule.values]. All channels of Mamba-1 are one head."""
+    """Computes the recurrence of Mamba-1 or Mamba-2. Returns [B, Q, rule.values]; all channels of Mamba-1 are one head.
+
+    mixed: [B, Q, ..], x, B and C after the convolution. product: steps, alone or as the last values of a token.
+    """
     batch, tokens = slots.positions.shape
     if isinstance(rule, SelectiveRule):
         (heads, dim, groups), limits = (1, rule.channels, 1), StepLimits(0.0, math.inf)
@@ -427,14 +445,14 @@ def _scanned(
 
 
 def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule | SelectiveRule) -> Tensor:
-    """Computes `Ops.mamba_norm` with a Triton kernel.
+    """Applies the gate, and an RMSNorm over each group of heads, to the output of Mamba, as `Ops.mamba_norm`.
 
     Args:
         x: [B, Q, rule.values] bf16, fp16 or fp32, contiguous.
         gate: shape and dtype of x; its last axis contiguous, tokens at equal strides.
         weight: [rule.values], x's dtype, contiguous. None: no norm.
         eps: epsilon of the norm.
-        rule: sizes.
+        rule: sizes of the layer, and the order of norm and gate.
 
     Raises:
         ValueError: a shape, dtype or layout other than these.
@@ -473,7 +491,7 @@ def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule:
 def _convolved(
     product: Tensor, layer: StateParts, slots: StateSlots, rule: SpaceRule, kept: KeptState | None
 ) -> Tensor:
-    """Returns the result of the convolution, [B, Q, channels], and stores its inputs."""
+    """Computes the layer's convolution, with gates or activation, and stores its inputs. Returns [B, Q, channels]."""
     (batch, tokens), places = slots.positions.shape, slots.inputs.shape[1]
     gated, step = isinstance(rule, ConvRule), tokens <= slots.states.shape[1]
     first = rule.values if isinstance(rule, MambaRule) else 0
@@ -507,7 +525,7 @@ def _convolved(
 
 
 def _scan_weights(layer: StateParts, shapes: Mapping[str, tuple[int, ...]]) -> ScanWeights:
-    """Returns the weights of the scan with these shapes, checked."""
+    """Returns the layer's weights of the recurrence, after a check that they have `shapes` (by name) and are fp32."""
     found = {name: getattr(layer, name) for name in ScanWeights._fields}
     for name, weight in found.items():
         if weight is None:

@@ -1,8 +1,8 @@
 """Torch definition of a linear attention layer: a causal convolution, the gated delta rule, a gated norm.
 
-Batch invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row
-and the tokens before it. Sigmoid, silu and softplus are written with exp: on a CPU its bits do not depend on an
-element's place in the tensor.
+Batch invariance. Everything is computed token by token, and a sum over an axis is a binary tree (`sum_last`). A token's
+bits depend only on its row and the tokens before it. Sigmoid, silu and softplus are computed from exp, because on a CPU
+the bits of torch.exp do not depend on an element's index in the tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DeltaParts(Protocol):
 
     @property
     def step(self) -> Tensor:
-        """Bias of the step size of each value head (dt_bias)."""
+        """Bias of the step size (dt_bias) of each value head, or of each element of each head's key if `by_channel`."""
 
     @property
     def norm(self) -> Tensor:
@@ -39,11 +39,11 @@ class DeltaParts(Protocol):
 
 
 class KeptState(NamedTuple):
-    """Output memory for the recurrent state after one token of a prompt. Later prompts with this prefix start from it.
+    """Output buffers for the recurrent state after one token of a prompt. Later prompts with this prefix start from it.
 
     Attributes:
-        at: int64 [1], number of the prompt's tokens that the state has read, a multiple of DELTA_CHUNK. Nothing is
-            written if it is 0, or if the pass does not reach this token.
+        at: int64 [1], number of the prompt's tokens up to and including this token, a multiple of DELTA_CHUNK. Nothing
+            is written if it is 0, or if the pass does not contain this token.
         state: fp32 [value_heads, value_dim, key_dim].
         inputs: [width, channels], inputs of the convolution at the last positions. That of position p is at index
             p % width.
@@ -74,21 +74,21 @@ def delta_rule(
         S = S + sigmoid(b) (v - S k) k^T
         out = S q
 
-    Masked tokens change nothing. The unmasked tokens of a row are consecutive. A row starts from the state after the
+    Masked tokens change no state. The unmasked tokens of a row are consecutive. A row starts from the state after the
     position before its first unmasked token. The state before position 0 is zero.
 
     Args:
         product: [B, Q, rule.rows], result of the layer's input projection: q, k, v, z, b and a.
         layer: weights.
         states: fp32 [rows, slots, value_heads, value_dim, key_dim], a ring buffer in each row. The state after position
-            p is written to slot p % slots. With Q > slots only the state after a row's last token is written.
+            p is written to slot p % slots. With Q > slots only the state after a row's last unmasked token is written.
         inputs: [rows, places, channels] with places = slots + width - 1, a ring buffer of the convolution's inputs. The
             input of position p is written to index p % places.
         state_rows: int64 [B], the row of `states` and `inputs` for each row of the batch; all different.
         positions: int64 [B, Q], position of each token.
         write_mask: bool [B, Q], False for masked tokens.
-        rule: sizes of the layer.
-        kept: with B = 1 and Q > slots, receives the state after one of the tokens. None: no state is kept.
+        rule: sizes of the layer, and the form of its decay.
+        kept: with B = 1 and Q > slots, receives the state after one of the tokens. None: no such state is stored.
 
     Returns:
         [B, Q, rule.values] in product's dtype. States and sums are in fp32.
@@ -134,7 +134,10 @@ def delta_rule(
 
 
 def _decays(a: Tensor, layer: DeltaParts, rule: DeltaRule) -> Tensor:
-    """Returns the factors on states, fp32 [B, Q, value_heads, 1, key_dim or 1]."""
+    """Returns the factors by which the states decay at each token, fp32 [B, Q, value_heads, 1, key_dim or 1].
+
+    a: [B, Q, rule.decays], the last values of the layer's input projection.
+    """
     opened = (a.float() + layer.step).unflatten(-1, (rule.value_heads, 1, -1))
     rate = torch.exp(layer.decay)[:, None, None]
     return torch.exp(rule.floor * sigmoid(rate * opened) if rule.floor else -rate * softplus(opened))
@@ -143,7 +146,7 @@ def _decays(a: Tensor, layer: DeltaParts, rule: DeltaRule) -> Tensor:
 def keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -> None:
     """Writes the convolution's inputs at the last positions before `kept.at` to `kept.inputs`.
 
-    Nothing is written if no token of the pass is the last one before `kept.at`.
+    Nothing is written if the unmasked tokens of the pass do not contain position kept.at - 1.
 
     Args:
         x: [Q, channels], inputs of the pass's tokens.
@@ -163,17 +166,18 @@ def keep_inputs(x: Tensor, kept: KeptState, positions: Tensor, counts: Tensor) -
 def causal_conv(
     x: Tensor, weight: Tensor, inputs: Tensor, state_rows: Tensor, positions: Tensor, write_mask: Tensor
 ) -> Tensor:
-    """Computes silu of a causal convolution of each channel, over new tokens and the positions before them.
+    """Computes silu of a causal convolution of each channel, at the new tokens of each row.
 
         y_p = silu(sum over j < width of weight[j] x_(p - width + 1 + j)), with x = 0 before position 0
 
     Args:
-        x: [B, Q, channels].
+        x: [B, Q, channels], inputs of the new tokens.
         weight: [channels, 1, width].
-        inputs, state_rows, positions, write_mask: see `delta_rule`. x is written to `inputs`.
+        inputs, state_rows, positions, write_mask: see `delta_rule`. Inputs of older positions are read from the ring
+            buffer `inputs`; x is then written to it.
 
     Returns:
-        [B, Q, channels] in x's dtype. The sum is in fp32. It is rounded to x's dtype before silu, and so is the result.
+        [B, Q, channels] in x's dtype. The sum is in fp32, and is rounded to x's dtype before silu.
     """
     return silu(convolve(x, weight, None, inputs, state_rows, positions, write_mask))
 
@@ -187,7 +191,7 @@ def convolve(
     positions: Tensor,
     write_mask: Tensor,
 ) -> Tensor:
-    """Computes the sum that `causal_conv` applies silu to, [B, Q, channels] in x's dtype.
+    """Computes the causal convolution of `causal_conv` without silu: [B, Q, channels] in x's dtype.
 
     Args:
         x, weight, inputs, state_rows, positions, write_mask: see `causal_conv`.
@@ -253,12 +257,12 @@ def gated_norm(
 
 
 def gated(x: Tensor, gate: Tensor) -> Tensor:
-    """Computes x * sigmoid(gate), both [B, Q, heads * D] of one dtype, to which the sigmoid is rounded first."""
+    """Computes x * sigmoid(gate), both [B, Q, heads * D] of one dtype. The sigmoid is first rounded to this dtype."""
     return x * sigmoid(gate)
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """Computes 1 / (1 + exp(-x)) in fp32. Shape and dtype of x."""
+    """Computes 1 / (1 + exp(-x)) in fp32. Returns shape and dtype of x."""
     if x.is_cuda:
         return torch.sigmoid(x)
     wide: Tensor = 1 / (1 + torch.exp(-x.float()))
@@ -266,7 +270,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """Computes x / (1 + exp(-x)) in fp32. Shape and dtype of x."""
+    """Computes x / (1 + exp(-x)) in fp32. Returns shape and dtype of x."""
     wide = x.float()
     return (wide / (1 + torch.exp(-wide))).to(x.dtype)
 
@@ -282,7 +286,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def sum_last(x: Tensor) -> Tensor:
-    """Computes the sum over the last axis as a binary tree, whose shape depends only on the length of that axis."""
+    """Sums over the last axis as a binary tree. The order of additions depends only on the length of that axis."""
     while (count := x.shape[-1]) > 1:
         half = (count + 1) // 2
         upper = x[..., half:] if 2 * half == count else F.pad(x[..., half:], (0, 1))
@@ -291,6 +295,6 @@ def sum_last(x: Tensor) -> Tensor:
 
 
 def store(ring: Tensor, rows: Tensor, slots: Tensor, new: Tensor, when: Tensor) -> None:
-    """Sets ring[rows[b], slots[b]] = new[b] for every b with when[b]. All indices and `when` are [B]."""
+    """Sets ring[rows[b], slots[b]] = new[b] for every b where when[b] is True. rows, slots and when are [B]."""
     shape = (-1, *([1] * (new.dim() - 1)))
     ring[rows, slots] = torch.where(when.view(shape), new.to(ring.dtype), ring[rows, slots])

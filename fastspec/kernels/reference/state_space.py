@@ -1,7 +1,7 @@
-"""Torch definitions of Mamba-1, Mamba-2 and the gated short convolution, with the buffers of `reference.recurrent`.
+"""Torch definitions of Mamba-1, Mamba-2 and the gated short convolution, with the ring buffers of recurrent.py.
 
-Batch invariance: everything is computed token by token, and sums are pairwise. A token's bits depend only on its row
-and the tokens before it, in decoding and in prefill.
+Batch invariance. Everything is computed token by token, and a sum over an axis is a binary tree (`sum_last`). A token's
+bits depend only on its row and the tokens before it, in decoding and in prefill.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastspec.kernels.reference.recurrent import (
 )
 from fastspec.shapes import ConvRule, MambaRule, SelectiveRule
 
-_BLOCK = 8  # number of tokens whose states are in memory at a time, for the products with C
+_BLOCK = 8  # number of tokens whose states are in memory at a time, to be multiplied by C together
 
 
 class StateParts(Protocol):
@@ -34,19 +34,19 @@ class StateParts(Protocol):
 
     @property
     def conv_bias(self) -> Tensor | None:
-        """Bias of the convolution."""
+        """Bias of the convolution. None: no bias."""
 
     @property
     def decay(self) -> Tensor | None:
-        """Logarithm of the decay rate of each head (A_log)."""
+        """Logarithm of the decay rate (A_log) of each head; of each element of the state in Mamba-1."""
 
     @property
     def step(self) -> Tensor | None:
-        """Bias of the step size of each head (dt_bias)."""
+        """Bias of the step size (dt_bias) of each head; of each channel in Mamba-1."""
 
     @property
     def skip(self) -> Tensor | None:
-        """Factor of x in the result of each head (D)."""
+        """Factor of x in the result (D), for each head; for each channel in Mamba-1."""
 
 
 def short_conv(
@@ -60,7 +60,9 @@ def short_conv(
     rule: ConvRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes a gated short convolution (LFM2): c * conv(b * x). conv is `recurrent.convolve`.
+    """Computes a gated short convolution (LFM2), c * conv(b * x), for the new tokens of each row.
+
+    conv is `recurrent.convolve`.
 
     Args:
         product: [B, Q, rule.rows], result of the layer's input projection: b, c and x.
@@ -138,14 +140,15 @@ def selective_conv(
     rule: SelectiveRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes x = silu(conv(x)) of Mamba-1, over the newest `width` positions, for each channel.
+    """Computes silu(conv(x)), the first part of Mamba-1, over the newest `width` positions, for each channel.
 
     Args:
-        product: [B, Q, rule.rows]: x and z. z is not read.
+        product: [B, Q, rule.rows], result of the layer's input projection: x and z. z, the gate, is not read.
         layer: weights; conv and conv_bias are read.
         states: not read.
-        inputs, state_rows, positions, write_mask, kept: see `delta_rule`. The ring has x.
-        rule: sizes.
+        inputs, state_rows, positions, write_mask, kept: see `delta_rule`. `inputs` has values of x. The state of `kept`
+            is not written.
+        rule: sizes of the layer.
 
     Returns:
         [B, Q, channels] in product's dtype.
@@ -175,12 +178,12 @@ def selective_scan(
         out = S C + skip x
 
     Args:
-        mixed: [B, Q, channels + 2 * state_dim]: x, B and C.
-        steps: [B, Q, channels]: t.
+        mixed: [B, Q, channels + 2 * state_dim]: x (the result of `selective_conv`), B and C.
+        steps: [B, Q, channels]: t, before softplus.
         layer: weights; decay, step and skip are read.
         states: fp32 [rows, slots, channels, state_dim], a ring buffer as in `delta_rule`.
         state_rows, positions, write_mask: see `delta_rule`.
-        rule: sizes.
+        rule: sizes of the layer.
         kept: see `delta_rule`; only its state is written.
 
     Returns:
@@ -210,7 +213,9 @@ def _scanned(
     write_mask: Tensor,
     kept: KeptState | None,
 ) -> Tensor:
-    """Computes S = e^(-rate step) S + (step x) B^T and S C + skip x, token by token: fp32 [B, Q, heads, head_dim].
+    """Computes S = e^(-rate step) S + (step x) B^T and out = S C + skip x, token by token.
+
+    Returns `out`, fp32 [B, Q, heads, head_dim]. States S are stored in `states` and `kept`.
 
     Args:
         x: fp32 [B, Q, heads, head_dim].
@@ -248,11 +253,11 @@ def _scanned(
 
 
 def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule | SelectiveRule) -> Tensor:
-    """Applies the gate, and an RMSNorm over the elements of each group of heads, to the result of `mamba`.
-
-    Mamba-1 has no norm.
+    """Applies the gate, and an RMSNorm over each group of heads, to the result of `mamba` or `selective_scan`.
 
         rule.norm is "gate_first": norm(x * silu(gate));   "norm_first": norm(x) * silu(gate);   None: x * silu(gate)
+
+    Mamba-1 has no norm.
 
     Args:
         x, gate: [B, Q, rule.values], of one dtype.

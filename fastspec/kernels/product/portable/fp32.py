@@ -1,8 +1,8 @@
-"""Kernels of `tile_linear` for fp32: products on CUDA cores; weights are read once for up to 8 rows of x.
+"""Kernels of `tile_linear` for fp32, on CUDA cores. Weights are read once for up to 8 rows of x.
 
 A thread holds four neighbouring values of every row of the weight and of x. It adds their four products, in order, to
-its sum for that pair of rows. At the end a pair's sums are added over threads. So an element's sum has the same order
-for any number of rows of x. Weights are loaded 16 bytes at a time, directly into registers.
+its own sum for that weight row and row of x. At the end these sums are added over threads. So the order of the sum over
+K is the same for any number of rows of x. Weights are loaded 16 bytes at a time, directly into registers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _product(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Computes the product fp32 [BLOCK_N, 1] for each of ROWS rows of x, starting at row first_m."""
+    """Multiplies weight rows n with ROWS rows of x, starting at row first_m. Returns fp32 [BLOCK_N, 1] for each row."""
     k = tl.arange(0, BLOCK_K)[None, :]
     weight_at = weight_ptr + n.to(tl.int64)[:, None] * K + k
     sums = ()
@@ -84,7 +84,7 @@ def fp32_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiplies fp32 rows by tiles, with the parameters of `tile_kernel`."""
+    """Computes one tile of an fp32 product in each CTA. For the parameters see `tile_kernel` of products.py."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -120,7 +120,10 @@ def fp32_argmax_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes argmax keys of fp32 logits, with the parameters of `tile_argmax_kernel`."""
+    """Finds the largest fp32 logits of one tile; the last CTA writes the ids of the whole launch.
+
+    For the parameters see `tile_argmax_kernel` of products.py.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

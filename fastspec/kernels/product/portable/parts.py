@@ -1,4 +1,4 @@
-"""Device code of the portable products: the norm before, the end of a tile, and the argmax of logits."""
+"""Device code of the portable products: the norm before them, the epilogue of a tile, and the argmax of logits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def column_sums(x, SIZE: tl.constexpr, STEPS: tl.constexpr):
-    """Sums [SIZE = 2^STEPS, C] over axis 0, neighbours first. The order of additions is the same in every layout."""
+    """Sums x [SIZE, C] over axis 0 as a binary tree, in the same order in any layout. SIZE is 2^STEPS."""
     for step in tl.static_range(STEPS):
         x = tl.sum(tl.reshape(x, (2, SIZE >> (step + 1), x.shape[1])), axis=0)
     return tl.reshape(x, (x.shape[1],))
@@ -17,15 +17,18 @@ def column_sums(x, SIZE: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def rms_scale(squares, eps, K: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, SHRINK: tl.constexpr):
-    """Returns 1 / sqrt(mean(x^2) + eps) of every column, times the inverse of SHRINK."""
+    """Returns 1 / (sqrt(mean(x^2) + eps) SHRINK) for every row of x.
+
+    squares: fp32 [BLOCK_K, rows], partial sums of x^2.
+    """
     return tl.rsqrt(column_sums(squares, BLOCK_K, STEPS) / K + eps) / SHRINK
 
 
 @triton.jit
 def weighted(x, gamma, SHRINK: tl.constexpr):
-    """Returns x * gamma in x's dtype, not yet divided by the norm.
+    """Returns x * gamma * SHRINK in x's dtype, not yet divided by the root mean square. x: [K, rows]. gamma: [K].
 
-    For fp16 a power of two, SHRINK, prevents overflow.
+    SHRINK, a power of two, prevents overflow in fp16.
     """
     return (x.to(tl.float32) * (gamma.to(tl.float32) * SHRINK)[:, None]).to(x.dtype)
 
@@ -34,8 +37,8 @@ def weighted(x, gamma, SHRINK: tl.constexpr):
 def norm_kernel(
     x_ptr,  # [R, K]
     gamma_ptr,
-    out_ptr,  # [R, K]: x * gamma
-    scale_ptr,  # fp32 [R]
+    out_ptr,  # [R, K]: result of `weighted`
+    scale_ptr,  # fp32 [R]: result of `rms_scale`
     eps,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -44,7 +47,7 @@ def norm_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norms one row per CTA. Its sums have the same order as in a product that computes the norm itself."""
+    """Computes the norm of one row in each CTA. Squares are added in the same order as in `tile_kernel` with a norm."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -63,7 +66,10 @@ def norm_kernel(
 
 @triton.jit
 def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.constexpr, GATED: tl.constexpr):
-    """Stores element (n, m) of `out`, fp32 [BLOCK_N, ROWS], after bias, gate with `up`, and residual, in this order."""
+    """Adds the bias to `out`, computes silu(out) * up if GATED, adds the residual, and stores the result at [m, n].
+
+    out, up: fp32 [BLOCK_N, ROWS]. n, m: columns [BLOCK_N] and rows [ROWS] of the result.
+    """
     if bias_ptr is not None:
         out += tl.load(bias_ptr + n, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
         if GATED:
@@ -79,12 +85,12 @@ def finish(out, up, m, n, bias_ptr, residual_ptr, out_ptr, num_rows, WIDTH: tl.c
 
 @triton.jit
 def offer(logits, m, n, scratch_ptr, num_rows, limit):
-    """Enters the largest of logits, fp32 [BLOCK_N, ROWS], into the scratch by uint64 maxima.
+    """Combines each row's largest logit and its id, as a uint64 key, with the scratch by an atomic maximum.
 
-    Any order gives the same result.
+    logits: fp32 [BLOCK_N, ROWS], for ids n and rows m. The order of CTAs does not change the result.
     """
-    # a key: above, bits of the logit that order as integers; below, the id counted down. So the largest key is the
-    # lowest id of the largest logit
+    # upper half of a key: bits of the logit that order as integers. Lower half: 2^32 - 1 - id. So the largest key has
+    # the lowest id of the largest logit
     bits = logits.to(tl.uint32, bitcast=True)
     code = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     code = tl.where(logits == 0.0, 0x80000000, code)  # equal for both signs of zero
@@ -96,7 +102,7 @@ def offer(logits, m, n, scratch_ptr, num_rows, limit):
 
 @triton.jit
 def write_ids(scratch_ptr, out_ptr, num_rows, BLOCK: tl.constexpr):
-    """Writes every row's id and sets the scratch to zero. Only the CTA that calls this last does so."""
+    """Writes every row's id from its key, and sets the scratch to zero. Only the last CTA that calls it does so."""
     tl.debug_barrier()  # one thread increments the counter, after the maxima of all threads
     done = tl.atomic_add(scratch_ptr + num_rows, 1, sem="acq_rel")
     if done == tl.num_programs(0) - 1:

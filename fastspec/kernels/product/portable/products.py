@@ -1,4 +1,4 @@
-"""Portable product for decode passes: row-major weights of any shape, 16-bit or fp32. Rows are independent to the bit.
+"""Portable product for decode passes: row-major weights of any shape, 16-bit or fp32. Rows do not change others' bits.
 
     out[m, n] = epilogue(sum_k normed[m, k] weight[n, k]),    normed = x / sqrt(mean(x^2) + eps) * gamma, or x
 
@@ -11,13 +11,13 @@
 | residual | shape of the result, any float dtype        | added in fp32                                      |
 | scratch  | int64 [R + 1], zero                         | `tile_argmax` only; zero again after the kernel    |
 
-Accumulators, statistics and the epilogue are fp32 (fp32 operands: IEEE products, no tf32), rounded once at the end. 1 /
-sqrt(...) scales the accumulator, so that x is read only once. Masked loads give zero.
+Accumulators, statistics and the epilogue are fp32 (fp32 operands: IEEE products, no tf32), rounded once at the end. The
+accumulator is multiplied by 1 / sqrt(...), so that x is read only once. Masked loads give zero.
 
-Row invariance, 16-bit. The weights are the left operand, in tiles of at most 32 rows. Then tensor cores use the same
-instruction for any number of rows of x, and an element is one chain of sums over k. Tiles grow with the rows of x,
-never in k. The order in which squares are added is written in the code, so it does not depend on a layout. fp32: see
-`fp32.py`.
+Batch invariance, 16-bit. The weights are the left operand, in tiles of at most 32 rows. Then tensor cores use the same
+instruction for any number of rows of x, and an element is one chain of sums over k. For more rows of x, tiles grow in
+rows and columns, never in k. The order in which squares are added is written in the code, so it does not depend on a
+layout. For fp32 see fp32.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fastspec.kernels.product.portable.parts import finish, norm_kernel, offer, 
 
 @dataclass(frozen=True, slots=True)
 class PortableTile:
-    """Tile of one CTA: rows of x, rows of the weight, warps, pipeline stages."""
+    """Tile of one CTA: rows of x, rows of the weight (block_n), warps, and pipeline stages."""
 
     rows: int
     block_n: int
@@ -47,10 +47,11 @@ class PortableTile:
     num_stages: int
 
 
-# by element size. The order of every sum depends on it, and in fp32 also on the number of warps, so it does not depend
-# on the number of rows
+# by bytes of an element: values of K in a step. The order of every sum depends on it, and in fp32 also on the number of
+# warps. So both are the same for any number of rows
 BLOCK_K = {2: 128, 4: 512}
-# by (element size, wide): a call uses the first tile that holds its rows, or several of the last
+# by (bytes of an element, True for WIDE or more columns): a call uses the first tile that holds all its rows of x, or
+# several of the last
 LAUNCH = {
     (2, False): (
         PortableTile(8, 16, 1, 6),
@@ -100,7 +101,10 @@ def _product(
     SHRINK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Computes the product fp32 [BLOCK_N, ROWS]. With GATED two of them: rows n and rows WIDTH + n of the weight."""
+    """Returns two products fp32 [BLOCK_N, ROWS]: of weight rows n, and with GATED of weight rows WIDTH + n.
+
+    Without GATED the second has no meaning.
+    """
     k = tl.arange(0, BLOCK_K)
     here = (m < num_rows)[None, :]
     x_at = x_ptr + m.to(tl.int64)[None, :] * K + k[:, None]
@@ -156,7 +160,7 @@ def tile_kernel(
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes one tile of the result. CTAs with the same weights and different rows run side by side."""
+    """Computes one tile of the result in each CTA. CTAs with the same weight rows have consecutive numbers."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -190,7 +194,7 @@ def tile_argmax_kernel(
     SHRINK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Finds the largest logits of one tile. The last CTA writes the ids."""
+    """Finds the largest logits of one tile in each CTA. The last CTA writes the ids of the whole launch."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -206,7 +210,7 @@ def tile_argmax_kernel(
 
 
 def tile_of(itemsize: int, width: int, rows: int) -> PortableTile:
-    """Returns the tile for a product of `rows` rows with `width` columns."""
+    """Returns the tile for `rows` rows of x and `width` columns of the result. itemsize: bytes of an element of x."""
     tiles = LAUNCH[itemsize, width >= WIDE]
     return next((tile for tile in tiles if rows <= tile.rows), tiles[-1])
 
@@ -222,7 +226,7 @@ def tile_linear(
     out_dtype: torch.dtype | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """Computes `reference.tile_linear`: [residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias].
+    """Computes [residual +] [silu(gate) * up of] norm(x) @ weight.T [+ bias], as `reference.tile_linear`.
 
     Args:
         x: [..., K].
@@ -232,7 +236,7 @@ def tile_linear(
         residual: [..., N].
         gated: True if the result is [..., N/2].
         out_dtype: dtype of the result. Default: x's.
-        pdl: True for programmatic dependent launch (sm_90 on). All kernels of the chain must then be launched with it.
+        pdl: True for programmatic dependent launch (sm_90 on). All kernels of the pass must then be launched with it.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -322,8 +326,9 @@ def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None
 def _normed(
     x: Tensor, norm: tuple[Tensor, float] | None, pdl: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """Returns rows [R, K], and the operands of the norm that the product's kernel must still apply: gamma or scales
-    fp32 [R], and eps.
+    """Returns rows [R, K], gamma, scales fp32 [R] and eps, for the product's kernel.
+
+    For many rows or fp32, another kernel has multiplied the rows by gamma, which is then None. Else scales are None.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if norm is None:
@@ -339,13 +344,13 @@ def _normed(
 
 
 def _sums(dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the constexpr arguments for the sum of squares."""
+    """Returns the constexpr arguments with which the kernels sum squares for the norm."""
     block_k = BLOCK_K[dtype.itemsize]
     return {"BLOCK_K": block_k, "STEPS": block_k.bit_length() - 1, "SHRINK": SHRINK.get(dtype, 1.0)}
 
 
 def _constants(dtype: torch.dtype, tile: PortableTile, pdl: bool) -> dict[str, Any]:
-    """Returns the tile as constexpr arguments of the dtype's kernels."""
+    """Returns the constexpr arguments and launch options of a tile, for the kernels of this dtype."""
     shared = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, **pdl_options(pdl)}
     if dtype == torch.float32:
         return {**shared, "BLOCK_K": BLOCK_K[4], "STAGES": tile.num_stages}

@@ -2,7 +2,8 @@
 
 `common.code_packing` describes the bits of a code.
 
-A unit is the part of K that one product takes: 64 values, or 32 if groups of 32 have their own sums. Words are int32.
+A unit is the part of K of one operand: 64 values, or 32 if groups of 32 have sums of their own. Words are int32. A pair
+is a word of two bf16 values. Unless said otherwise, R is a number of weight rows, and S a number of splits of K.
 """
 
 from __future__ import annotations
@@ -15,27 +16,27 @@ from fastspec.kernels.product.epilogue import times_gamma, unpacked
 # pairs of bf16: 2^64, and 2^60 for codes that are four bits higher
 UP = gl.constexpr(0x5F805F80)
 UP_LESS = gl.constexpr(0x5D805D80)
-ONE = gl.constexpr(0x00010001)  # pair of bf16 that is 1 in the units of the codes
-# pairs of bf16: -1 and -8 in the units of raised 4-bit codes
+ONE = gl.constexpr(0x00010001)  # pair of the bf16 2^-133, which stands for 1 as in converted integer codes
+# pairs of bf16: -1 and -8 times 2^-69, as which 4-bit codes multiplied by 2^64 represent 1 and 8
 LESS_ONE = gl.constexpr(-0x62FF6300)  # 0x9D009D00
 LESS_EIGHT = gl.constexpr(-0x617F6180)  # 0x9E809E80
 
 
 @gluon.constexpr_function
 def bits_of(FORM):
-    """Returns the number of bits of a code, or of a value."""
+    """Returns the number of bits of a code of `FORM`; 16 for "values"."""
     return 16 if FORM == "values" else 4 if FORM in ("int4", "fp4", "mxfp4") else 8
 
 
 @gluon.constexpr_function
 def offset_of(FORM):
-    """Returns the difference between a code and its value; the product subtracts it times the sum of x. 0: none."""
+    """Returns the stored code minus the value that it stands for. The product subtracts it times the sum of x."""
     return 128 if FORM == "off8" else 0
 
 
 @gluon.constexpr_function
 def words_layout(S, R):
-    """Layout of words [S, R, 16]: a lane has four neighbours in rows g and g + 8, as in the left operand."""
+    """Returns the layout of words [S, R, 16]: a lane has four neighbours in rows g and g + 8, as for left operands."""
     held = [[0, 0, 1], [0, 0, 2]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -44,7 +45,7 @@ def words_layout(S, R):
 
 @gluon.constexpr_function
 def scale_layout(S, R):
-    """Layout of words [S, R, 8]: two neighbours for each lane that has four of `words_layout`."""
+    """Returns the layout of words of scales [S, R, 8]: two neighbours in each lane, in the rows of `words_layout`."""
     held = [[0, 0, 1]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -53,7 +54,7 @@ def scale_layout(S, R):
 
 @gluon.constexpr_function
 def pairs_layout(S, P):
-    """Layout of [S, P] pairs of rows g and g + 8: lane 4 g + t has pair g of every tile."""
+    """Returns the layout of [S, P], one word per pair of rows g and g + 8: lane 4 g + t has pair g of each tile."""
     held = [[0, 8 << bit] for bit in range((P // 8).bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
     warps = [[1 << bit, 0] for bit in range(S.bit_length() - 1)]
@@ -70,7 +71,10 @@ def _permuted(words, CONTROL: gl.constexpr):
 
 @gluon.jit
 def code_halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
-    """Converts words [S, R, 16] to bf16 pairs of the codes of two blocks of 32 values of K, each [S, R, 16]."""
+    """Converts words of codes [S, R, 16] to bf16 pairs of two blocks of 32 values of K, each [S, R, 16].
+
+    HALF: 0 or 1, for 4-bit codes: blocks 0 and 1, or 2 and 3, of the four blocks in a word.
+    """
     if FORM == "fp8":
         first = words & -0x780F7810  # 0x87F087F0
         second = ((words << 4) & -0x7F0F7F10) | ((words >> 4) & 0x07000700)  # 0x80F080F0
@@ -96,7 +100,7 @@ def code_halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def joined_halves(first, second):
-    """Joins pairs of two blocks of 32 values, each [S, R, 16], to [S, R, 32] in the order of K."""
+    """Joins the pairs of two consecutive blocks of 32 values, each [S, R, 16], to [S, R, 32] in the order of K."""
     S: gl.constexpr = first.shape[0]
     R: gl.constexpr = first.shape[1]
     return gl.reshape(gl.permute(gl.join(first, second), (0, 1, 3, 2)), [S, R, 32])
@@ -115,16 +119,16 @@ def _narrow(pairs):
 
 @gluon.jit
 def _four_times(words):
-    """Repeats each of [S, R, 4] four times: [S, R, 16]. No data moves between lanes."""
+    """Repeats each word of [S, R, 4] four times: [S, R, 16]. No data moves between lanes."""
     twice = gl.join(words, words)
     return gl.reshape(gl.join(twice, twice), [words.shape[0], words.shape[1], 16])
 
 
 @gluon.jit
 def _scaled(pairs, scales, CONTROL: gl.constexpr):
-    """Multiplies pairs [S, R, 16] of fp4 with one half of the words of scales [S, R, 4].
+    """Multiplies pairs [S, R, 16] of fp4 values by scales, words [S, R, 4]. CONTROL selects the bf16 half of a word.
 
-    Exact, because both have few bits.
+    The products are exact, because both factors have few bits.
     """
     factors = _four_times(_permuted(scales, CONTROL))
     factors = gl.convert_layout(factors, pairs.type.layout, assert_trivial=True)
@@ -133,9 +137,9 @@ def _scaled(pairs, scales, CONTROL: gl.constexpr):
 
 @gluon.jit
 def _less(pairs, less, HIGH: gl.constexpr):
-    """Subtracts zero points from 4-bit codes, exactly.
+    """Subtracts zero points from pairs of 4-bit codes, exactly. less: pairs of minus the zero point times 2^-69.
 
-    The results are multiplied by 2^64, or 2^60 if HIGH; a difference of 1 is then 2^-69.
+    Codes are first multiplied by 2^64, or by 2^60 if HIGH (codes four bits higher). A difference of 1 is then 2^-69.
     """
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -149,8 +153,9 @@ def _less(pairs, less, HIGH: gl.constexpr):
 
 @gluon.jit
 def _zero_of(words, zeros, i: gl.constexpr):
-    """Returns the zero points that `_less` subtracts from block i (of four blocks of 32 values), shaped like words [S,
-    R, 16]. They come from zeros [S, R, 1], or are all 8.
+    """Returns `less` of `_less` for block i, of four blocks of 32 values, in the shape of words [S, R, 16].
+
+    zeros: result of `zeros_of` [S, R, 1] for each group. Empty: all zero points are 8.
     """
     if len(zeros) == 0:
         return gl.full_like(words, LESS_EIGHT)
@@ -160,7 +165,7 @@ def _zero_of(words, zeros, i: gl.constexpr):
 
 @gluon.jit
 def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
-    """Returns bf16 pairs [S, R, UNIT / 2], in the order of K, for each unit in words [S, R, 16].
+    """Converts words of codes [S, R, 16] to bf16 pairs [S, R, UNIT / 2] for each unit, in the order of K.
 
     scales: for fp4, words [S, R, 8]; else unused. zeros: for int4, the result of `zeros_of` for each group; empty if
     all zero points are 8.
@@ -187,16 +192,16 @@ def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
 
 @gluon.jit
 def ones(S: gl.constexpr, lay: gl.constexpr):
-    """Returns bf16 pairs [S, 16, 32] of the value 1, scaled by the power of two by which codes are too small."""
+    """Returns bf16 pairs [S, 16, 32] of 2^-133, which stands for 1 as in converted codes. The product with x sums x."""
     one = gl.full([S, 16, 16], ONE, gl.int32, layout=lay)
     return joined_halves(one, one)
 
 
 @gluon.jit
 def raised(words, FORM: gl.constexpr):
-    """Multiplies words of x, exactly, by the power of two by which 8-bit codes are too small.
+    """Multiplies words of x by 2^64, exactly, for products with 8-bit codes. Returns others unchanged.
 
-    With 4-bit codes it returns x, because those codes are multiplied themselves.
+    Converted 8-bit codes are too small by powers of two. For 4-bit codes, the codes themselves are multiplied.
     """
     if bits_of(FORM) == 8:
         return raised_rows(words)
@@ -206,7 +211,7 @@ def raised(words, FORM: gl.constexpr):
 
 @gluon.jit
 def raised_rows(words):
-    """Multiplies words of x by 2^64, for products with 8-bit codes."""
+    """Multiplies words of x by 2^64, exactly."""
     return times_gamma(words, gl.full_like(words, UP), gl.bfloat16)
 
 
@@ -222,7 +227,10 @@ def for_all(sums, R: gl.constexpr):
 
 @gluon.jit
 def _rows_of_pairs(low, high, like: gl.constexpr):
-    """Joins [S, R / 2] of rows g and of rows g + 8 to [S, R, 1], for tensors [S, R, n] in layout `like`."""
+    """Joins values of rows g and of rows g + 8, each [S, R / 2], to [S, R, 1], for tensors [S, R, n] in layout `like`.
+
+    low, high: 32-bit values of rows g, and of rows g + 8.
+    """
     S: gl.constexpr = low.shape[0]
     P: gl.constexpr = low.shape[1]
     both = gl.permute(gl.reshape(gl.join(low, high), [S, P // 8, 8, 2]), (0, 1, 3, 2))
@@ -232,9 +240,9 @@ def _rows_of_pairs(low, high, like: gl.constexpr):
 
 @gluon.jit
 def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
-    """Converts words [S, R / 2] to fp32 [S, R, 1] for layout `like`.
+    """Converts words [S, R / 2], each of the values for rows g and g + 8, to fp32 [S, R, 1] for layout `like`.
 
-    A word is a pair of KIND, or with 64 bits of fp32.
+    A 32-bit word has two values of dtype KIND, a 64-bit word two of fp32.
     """
     held: gl.constexpr = words.dtype
     if gl.int64 == held:
@@ -248,6 +256,9 @@ def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
 
 @gluon.jit
 def zeros_of(words, like: gl.constexpr):
-    """Converts zero points, words [S, R / 2] of bf16 pairs, to int32 [S, R, 1] for `units_of` and layout `like`."""
+    """Converts zero points to the `zeros` of `units_of`, int32 [S, R, 1], for layout `like`.
+
+    words: [S, R / 2], pairs of the bf16 zero points of rows g and g + 8.
+    """
     less = times_gamma(words, gl.full_like(words, LESS_ONE), gl.bfloat16)
     return _rows_of_pairs(_permuted(less, "0x1010"), _permuted(less, "0x3232"), like)

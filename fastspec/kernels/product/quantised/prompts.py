@@ -1,11 +1,11 @@
-"""Prefill product with quantised weights: the weight is dequantised in slices, which are multiplied as 16-bit weights.
+"""Product of a prefill chunk with a quantised weight, which is dequantised to bf16 in slices of rows.
 
 The multiplied values are those of `Weight.unpack`, rounded to bf16. (The product for few rows applies scales to its
-sums in fp32 instead.) A packed slice of the weight has at most SLICE_BYTES.
+sums in fp32 instead.) A dequantised slice has at most SLICE_BYTES, if COLUMNS rows fit into them.
 
 On sm_90 a slice is dequantised while the previous kernel still runs, on SM resources that it leaves free (programmatic
 dependent launch). The previous kernel may be the product with the previous slice. So slices use two buffers in turn.
-The buffers are never freed, because torch could give their memory to another tensor while a kernel still reads it.
+The process keeps the buffers, because torch could give freed memory to another tensor while a kernel still reads it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from fastspec.kernels.gpu import has_pdl, multiprocessors
 from fastspec.kernels.product.prefill import multiply, prepared
 from fastspec.kernels.product.prefill_sm90 import tile_of, time_of
 
-EARLY = True  # False: slices and products wait for each other, also on GPUs with programmatic dependent launch
+EARLY = True  # False: no kernel starts before the previous one ends, also on GPUs with programmatic dependent launch
 SLICE_BYTES = 64 * 2**20
 COLUMNS = 256  # a slice has a multiple of this many rows of the weight
-BETWEEN = 8.0  # estimated microseconds between two products
-BESIDE = 2  # number of these CTAs that fit on an SM beside a product
-RUN = 8  # halves of a word's row per thread: 16 bytes
-RUNS, NUM_WARPS = 256, 4
+BETWEEN = 8.0  # estimated microseconds between the products of two slices
+BESIDE = 2  # number of dequantising CTAs that fit on an SM beside a CTA of a product
+RUN = 8  # consecutive 16-bit halves of words that a thread reads: 16 bytes, a run
+RUNS, NUM_WARPS = 256, 4  # runs that a CTA dequantises at a time, and its warps
 
 
 @triton.jit
@@ -50,7 +50,10 @@ def _dequantise_runs(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Dequantises RUNS ranges of halves. A half holds codes of several blocks of 32 columns."""
+    """Dequantises RUNS runs of codes, from run number turn * RUNS on. A run is RUN consecutive halves of words.
+
+    A half holds codes of several blocks of 32 columns.
+    """
     BLOCKS: tl.constexpr = blocks_of(FORM)
     SIDE: tl.constexpr = 4 if FORM == "int4" and GROUP == 32 else RUN  # columns side by side
     run = turn * RUNS + tl.arange(0, RUNS)[:, None]
@@ -88,7 +91,10 @@ def _dequantise_kernel(
     RUN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Writes packed 16-bit values of `count` rows, starting at row `first`, a multiple of 16."""
+    """Dequantises `count` rows of the weight, starting at row `first`, to packed 16-bit values.
+
+    Both are multiples of 16. source: tensors of the codes, see `source_of`.
+    """
     turns = tl.cdiv(count.to(tl.int64) * K, RUNS * RUN * blocks_of(FORM))
     for turn in range(tl.program_id(0).to(tl.int64), turns, tl.num_programs(0)):
         _dequantise_runs(turn, source, out_ptr, first, count, K, FORM, GROUP, PAIRS, LOWER, RUNS, RUN)
@@ -97,11 +103,11 @@ def _dequantise_kernel(
 
 
 def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: bool = False) -> Weight:
-    """Returns rows first .. first + count - 1 of a quantised weight, packed.
-
-    Both are multiples of 16, in the order of its words.
+    """Dequantises rows first .. first + count - 1 of a quantised weight to a packed weight.
 
     Args:
+        first, count: multiples of 16. Rows are counted as they are stored: gate and up rows of a gated weight alternate
+            in eights.
         scratch: bf16, count * K values or more, to which the result is written.
         early: True to begin while the previous kernel runs, which must not use scratch; needs sm_90.
     """
@@ -121,14 +127,14 @@ def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: b
 
 
 class _Buffers:
-    """Two buffers of a stream, used alternately."""
+    """Two buffers for dequantised slices on one CUDA stream, used alternately."""
 
     def __init__(self) -> None:
         self._held: list[Tensor] = []
         self._turn = 0
 
     def next(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
-        """Returns a buffer of at least `count` values, and True if it existed before."""
+        """Returns the next buffer, of at least `count` values, and True if it existed before this call."""
         known = bool(self._held) and self._held[0].dtype == dtype and len(self._held[0]) >= count
         if not known:
             self._held = [torch.empty(count, dtype=dtype, device=device) for _ in range(2)]
@@ -145,8 +151,9 @@ def _buffers(device: torch.device) -> _Buffers:
 
 
 def slice_of(n: int, k: int, rows: int, programs: int) -> int:
-    """Returns how many rows of a weight [N, K] to dequantise at a time, for the least estimated time with `rows` rows
-    of x.
+    """Chooses how many rows of a weight [N, K] a slice has, for the least estimated time with `rows` rows of x.
+
+    programs: number of CTAs of a product.
     """
     max_columns = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
     if n <= max_columns:
@@ -171,7 +178,7 @@ def prefill_quantised(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Multiplies rows of a prompt with a quantised weight. For arguments and errors see `prefill_linear`."""
+    """Multiplies the rows of a prefill chunk with a quantised weight. For arguments and errors see `prefill_linear`."""
     (n, k), each = weight.shape, 2 if gated else 1
     size = slice_of(n, k, x.numel() // k, multiprocessors(x.device) if x.is_cuda else 1)
     part = _slice(weight, 0, size)  # launched before the norm, because it need not wait for it
@@ -187,7 +194,7 @@ def prefill_quantised(
 
 
 def _slice(weight: Weight, first: int, size: int) -> Weight:
-    """Returns rows first .. first + size - 1 of a weight, as far as they exist."""
+    """Dequantises rows first .. first + size - 1 of a weight, as far as they exist, to a packed weight."""
     n, k = weight.shape
     if EARLY and has_pdl(weight.device):
         scratch, early = _buffers(weight.device).next(size * k, weight.dtype, weight.device)

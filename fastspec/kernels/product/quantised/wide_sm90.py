@@ -1,14 +1,14 @@
-"""Product with quantised weights for many rows of x on sm_90. Codes and x pass through a ring in shared memory.
+"""Product with quantised weights for many rows of x on sm_90. Codes and x are loaded through a TMA pipeline.
 
 The bits are those of few_rows.py: the same terms in the same order, with scales applied at the same points. There, each
-of S warps takes every S-th K tile. Here, a CTA makes S passes over K, or some of them. Then `split_k.sum_kernel` adds
-their sums in the same order.
+of S warps takes every S-th K tile. Here, a CTA makes S passes over K and adds their sums in the same order. If it makes
+only some of these passes, it stores their sums, and `split_k.sum_kernel` adds them.
 
 One warp loads K tiles of codes and of x by TMA. The other warps load codes from shared memory, convert them in
 registers, once for all rows, and multiply by wgmma. The other operand of wgmma is x in shared memory, regrouped as in
-`product.tma_sm90`. For 8-bit codes x is already raised (`split_k.permuted_rows`). These codes are subnormal numbers,
-and the tensor core truncates sums by the exponents of its weight. So both operands must have the values of
-few_rows.py.
+`product.tma_sm90`. For 8-bit codes x is already multiplied by 2^64 (`split_k.permuted_rows`). The converted codes are
+subnormal numbers, and the tensor core truncates sums by the exponents of its operands. So both operands must have the
+values that they have in few_rows.py.
 """
 
 # mypy: disable-error-code="assignment"
@@ -51,11 +51,11 @@ from fastspec.kernels.product.tma_sm90 import group_operand, group_sums, pieces_
 
 
 class LoadRing(NamedTuple):
-    """K tiles in shared memory.
+    """Ring of K tiles in shared memory, between the loading warp and the multiplying warps.
 
     Attributes:
-        xs: bf16 [STAGES, BM, 64] for each of the two halves of a K tile.
-        ws: int32 words [STAGES, R / 16, 8 P, 32] of codes.
+        xs: bf16 [STAGES, BM, 64] for each of the two halves of a K tile of x.
+        ws: int32 words [STAGES, R / 16, 8 P, 32] of codes, with P pieces in a K tile; see `reader.pieces_of`.
         full, free: barriers [STAGES]. full: a K tile has arrived. free: it has been multiplied.
     """
 
@@ -73,7 +73,10 @@ def _issue_copies(
     x_desc, weight_desc, xs, ws, full, step, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Issues the copies of a K tile: of its codes if CODES, of its rows of x if ROWS."""
+    """Issues the TMA copies of the K tile of a step: of its codes if CODES, of its rows of x if ROWS.
+
+    T: K tiles of a split. split: first split of this CTA.
+    """
     slot = step % ws.shape[0]
     k_tile = step % T * S + split + step // T
     if CODES:
@@ -89,7 +92,7 @@ def _fetch(
     x_desc, weight_desc, xs, ws, full, free, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, SPLITS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp. Codes do not wait for the previous kernel; x does."""
+    """Runs the loading warp. Codes are loaded before the previous kernel ends, x afterwards."""
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(STAGES, T * SPLITS)
     for step in range(AHEAD):
@@ -106,7 +109,7 @@ def _fetch(
 
 @gluon.jit
 def _codes_of(step, ws, full, WARPS: gl.constexpr):
-    """Loads words of a K tile's codes: a tensor [1, R, 16] for each piece."""
+    """Waits for a step's K tile, and loads the words of its codes: a tensor [1, R, 16] for each piece."""
     G: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -120,14 +123,14 @@ def _codes_of(step, ws, full, WARPS: gl.constexpr):
 
 @gluon.jit
 def _left_operand(pairs, like: gl.constexpr):
-    """Converts pairs [1, R, 32] of a unit, in the order of K, to bf16 [R, 64] for wgmma."""
+    """Converts bf16 pairs [1, R, 32] of a unit, in the order of K, to the left operand of wgmma, bf16 [R, 64]."""
     values = group_operand(gl.reshape(pairs, [pairs.shape[1], 32]), gl.bfloat16)
     return gl.convert_layout(values, gl.DotOperandLayout(0, like, 2))
 
 
 @gluon.jit
 def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
-    """Returns the two units of a K tile."""
+    """Converts the codes of a K tile to left operands of wgmma, bf16 [R, 64] for each of the tile's two units."""
     found = ()
     for p in gl.static_range(len(pieces)):
         pairs = units_of(pieces[p], pieces[p], zeros, FORM, UNIT)
@@ -138,9 +141,9 @@ def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _ones(piece, like: gl.constexpr):
-    """Returns the operand of ones [R, 64], whose product is the sum of x in units of codes.
+    """Returns a left operand [R, 64] of the constant that stands for 1 in converted codes. Its product with x sums x.
 
-    `piece`: words [1, R, 16].
+    piece: words [1, R, 16], for the shape and layout.
     """
     one = gl.full_like(piece, ONE)
     return _left_operand(joined_halves(one, one), like)
@@ -149,7 +152,10 @@ def _ones(piece, like: gl.constexpr):
 @gluon.jit
 def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Returns the index of rows' scale or zero point for group g of a K tile, in [N / 16, K / GROUP, PAIRS, 2]."""
+    """Returns the indices in [N / 16, K / GROUP, PAIRS, 2] of the scales or zero points of rows `row`.
+
+    They are those of group g in the K tile of `step`.
+    """
     tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
     k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # after the last K tile x is zero
     group = tiles * (K // GROUP) + k_tile * (128 // GROUP) + g
@@ -159,7 +165,10 @@ def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.
 @gluon.jit
 def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
                GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Loads scales fp32 [R, 1] of each group of a K tile, for sums in layout `like`. Empty without a pointer."""
+    """Loads the scales, fp32 [R, 1], of each group of the K tile of `step`, for sums in layout `like`.
+
+    Returns an empty tuple if `ptr` is None.
+    """
     found = ()
     if ptr is not None:
         row = gl.arange(0, R, layout=gl.SliceLayout(1, like))
@@ -172,9 +181,9 @@ def _scales_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S
 @gluon.jit
 def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
               GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Loads zero points of each group of a K tile, see `zeros_of`, for codes in layout `like`.
+    """Loads the zero points of each group of the K tile of `step`, as `zeros` of `units_of`.
 
-    Empty without a pointer.
+    like: layout of the codes. Returns an empty tuple if `ptr` is None.
     """
     found = ()
     if ptr is not None:
@@ -189,7 +198,7 @@ def _zeros_of(ptr, step, tile, split, like: gl.constexpr, N, K: gl.constexpr, S:
 
 @gluon.jit
 def _less_offset(part, total, FORM: gl.constexpr):
-    """Subtracts the offset of codes; see `less_offset` of reader.py."""
+    """Returns `part` minus the offset of codes times `total`, the sums of x; see `less_offset` of reader.py."""
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
 
 
@@ -201,8 +210,8 @@ def _pass(
 ):  # fmt: skip
     """Makes one pass over K. Returns the next step, the K tile loaded for it, and the pass's sums [R, BM].
 
-    The next K tile is loaded while this one is multiplied. After the last one, the last one is loaded again. loaded:
-    codes, scales and zero points of a K tile.
+    The next K tile is loaded into registers while this one is multiplied. After step `last`, its K tile is loaded again
+    and not used. loaded: codes, scales and zero points of the K tile of `step`.
     """
     pieces, scales, zeros = loaded
     xs, ws, full, free = ring
@@ -259,8 +268,9 @@ def _multiply(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps: sums SPLITS splits of K, then stores them as parts, or applies the epilogue to
-    complete sums.
+    """Runs the multiplying warps: computes SPLITS splits of K. Stores each as partial sums, or adds them all.
+
+    The epilogue follows only if they are added.
     """
     bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     R: gl.constexpr = ring.ws.shape[1] * 16
@@ -332,10 +342,10 @@ def codes_tma_kernel(
     WARPS: gl.constexpr,
     GATED: gl.constexpr,
     REGROUP: gl.constexpr,  # True: out is regrouped as x is
-    RAISE: gl.constexpr,  # True: and raised
+    RAISE: gl.constexpr,  # True: out is multiplied by 2^64, for a next product with 8-bit codes
     PDL: gl.constexpr,
 ):
-    """Computes R weight rows by BM rows of x."""
+    """Computes a tile of the result in each CTA: R weight rows times BM rows of x, over SPLITS splits of K."""
     T: gl.constexpr = (K + S * 128 - 1) // (S * 128)
     P: gl.constexpr = pieces_of(128, FORM)
     BYTES: gl.constexpr = R * 64 * P + BM * 256
