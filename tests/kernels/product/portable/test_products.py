@@ -210,7 +210,7 @@ def test_wrong_arguments_are_refused_by_name() -> None:
     scratch = torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="contiguous"):
         tile.tile_linear(x, weight.t().contiguous().t())
-    with pytest.raises(ValueError, match="wanted both"):
+    with pytest.raises(ValueError, match="wanted one dtype"):
         tile.tile_linear(x, weight.half())
     with pytest.raises(ValueError, match="gate; up"):
         tile.tile_linear(x, weight[:15], gated=True)
