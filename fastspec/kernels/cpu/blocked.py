@@ -38,6 +38,7 @@ _TIMED = 5  # number of times that a product is timed; the fastest time is taken
 _clock = time.perf_counter
 _BASE = 8  # number of rows of the product whose bits all others must have
 _TRIED = 512  # number of the matrix's rows that are tried, a multiple of the columns of FBGEMM's blocks
+_CANCELLED = 256  # number of different rows of W in `cancelling`
 _SAMPLE = 4096  # number of values that are tried first: they tell of most matrices that these do not fit in fp16
 _TESTED = 2**18  # number of values tested at a time: they fit in a CPU's caches
 _LARGEST = 14  # exponent to which the largest value is scaled for fp16: leaves the widest range of small values
@@ -68,9 +69,9 @@ class RowCounts:
         assert matrix.way is not None, "it is filled"
         key = (matrix.way, *matrix.shape, matrix.head)
         if key not in self._found:
-            made = torch.Generator("cpu").manual_seed(0)
-            size = ROW_COUNTS[-1] + 1, matrix.shape[1]
-            x = torch.randn(size, generator=made, dtype=torch.float32, device="cpu").to(matrix.operand)
+            x = _random((ROW_COUNTS[-1] + 1, matrix.shape[1]), matrix.operand)
+            if matrix.way == "bf16":
+                x, rows = cancelling(ROW_COUNTS[-1] + 1, *matrix.shape)
             self._found[key] = self._measured(matrix, matrix.for_trial(rows), x)
         return self._found[key]
 
@@ -105,6 +106,25 @@ def same_bits(
         return count == 1 or torch.equal(product(rows[1 : count + 1].flip(0)).flip(0), wanted[1 : count + 1])
 
     return tuple(sorted({base} | {count for count in counts if equal(count)}))
+
+
+def cancelling(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
+    """Makes x [rows, k] and W [n, k] in bf16 whose exact product is zero.
+
+    A computed product then consists of the rounding errors of its sums alone, so nearly every element shows another
+    order of sums. Of random x and W, bf16 results show it in about one of 2000 elements.
+    """
+    half = k // 2
+    x, w = _random((rows, half), torch.bfloat16), _random((min(n, _CANCELLED), half), torch.bfloat16, seed=1)
+    order = torch.randperm(2 * half, generator=torch.Generator("cpu").manual_seed(2))
+    x, w = torch.cat((x, x), dim=1)[:, order], torch.cat((w, -w), dim=1)[:, order]
+    w = w.repeat(-(-n // len(w)), 1)[:n]
+    return F.pad(x, (0, k - 2 * half)), F.pad(w, (0, k - 2 * half))
+
+
+def _random(size: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    made = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(size, generator=made, dtype=torch.float32, device="cpu").to(dtype)
 
 
 def worth_having(
@@ -242,8 +262,11 @@ class Blocked:
         It has only some rows of W for FBGEMM, which computes all N by one kernel, in blocks of at most 64 columns.
 
         Args:
-            rows: the values [N, K].
+            rows: values [N, K] of W. For oneDNN in bf16 they may be others than those of this matrix.
         """
+        if self.way == "bf16":
+            packed = torch.ops.mkldnn._reorder_linear_weight(rows, _BASE)
+            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
         few = _TRIED + self.shape[0] % _TRIED
         if self.way != "half" or self.shape[0] <= few:
             return self.multiply

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
+from fastspec.kernels.cpu import blocked
 from fastspec.kernels.cpu.blocked import Blocked, RowCounts, is_supported, same_bits
 from fastspec.kernels.cpu.ops import CPU_OPS
 from fastspec.kernels.ops import TORCH_OPS, Ops
@@ -134,6 +135,21 @@ def test_row_counts_with_other_bits_are_left_out() -> None:
     rows = torch.randn(17, 3, generator=torch.Generator().manual_seed(0))
     assert same_bits(uneven, rows, (1, 2, 5, 8, 16)) == (2, 8, 16)
     assert 4 not in same_bits(by_place, rows.abs(), (2, 4, 8))
+
+
+@pytest.mark.parametrize("shape", [(33, 1100), (16, 96), (576, 1536)])
+def test_row_counts_of_bf16_keep_the_bits_of_many_rows(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding to bf16 hides most other orders of sums, so a trial with few rows would miss them."""
+    monkeypatch.setattr(blocked, "worth_having", lambda product, rows, counts: counts)  # none is left out as slow
+    weight, _ = made("bf16", shape)
+    matrix = weight.blocked
+    assert matrix is not None
+    x = torch.randn(2048, shape[1], generator=torch.Generator().manual_seed(3)).bfloat16()
+    wanted = torch.cat([matrix.multiply(part) for part in x.split(8)])
+    for count in matrix.counts.few:
+        whole = len(x) - len(x) % count
+        found = torch.cat([matrix.multiply(part) for part in x[:whole].split(count)])
+        assert torch.equal(found, wanted[:whole]), count
 
 
 def attention(dtype: torch.dtype, window: int | None, heads: tuple[int, int], dim: int = 32) -> Callable[..., Tensor]:

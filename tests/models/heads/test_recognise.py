@@ -130,9 +130,7 @@ def test_feature_layers_are_checked(target: Path, tmp_path: Path) -> None:
         target, head, ValueError, feature_layers=[1, 2, 7]
     )
     assert "has 2 entries, and the head reads 3" in refused(target, head, ValueError, feature_layers=[1, 2])
-    assert "is for learned drafters only" in refused(
-        target, target, UnsupportedOption, feature_layers=[1, 2, 3]
-    )
+    assert "is for learned drafters only" in refused(target, target, UnsupportedOption, feature_layers=[1, 2, 3])
     with pytest.raises(ValueError, match="True"):
         asked_boundaries([True], 6, None)
 
