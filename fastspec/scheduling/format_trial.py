@@ -181,7 +181,7 @@ class FormatTrial:
     def _drafting(
         self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights
     ) -> Iterator[None]:
-        """Context in which steps draft with these weights. Waits for all steps at its end. For the arguments see `_use`."""
+        """Context in which steps draft with these weights, see `_use`. Waits for all steps at its end."""
         self._use(engine, drafter, form, weights)
         try:
             yield
@@ -251,7 +251,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """Returns the draft model of an engine, also if lookup drafting is combined with it. None if there is no such model."""
+    """Returns the draft model of an engine, also if lookup is combined with it. None if it has no draft model."""
     proposer = drafter_of(engine.modules.proposer)
     model = proposer.model if isinstance(proposer, DraftModel) else None
     return model if isinstance(model, Decoder) else None

@@ -193,7 +193,7 @@ class Loop:
         return self.scheduler.engine
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the generator is closed, or if this process is a fork, which lacks its parent's threads."""
+        """Raises RuntimeError if the generator is closed, or its thread is in the process that forked this one."""
         if self._closed:
             raise RuntimeError("this generator is closed; make a new one")
         if self._thread is not None and not self._thread.is_alive():
@@ -201,10 +201,10 @@ class Loop:
 
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """Context in which only the caller uses the scheduler. Yields the scheduler. Other calls raise an error meanwhile.
+        """Context in which only the caller uses the scheduler, which it yields. Other calls raise an error.
 
         Raises:
-            RuntimeError: a call or a handle is running, the generator is closed, or other ranks repeat this rank's steps.
+            RuntimeError: a call or a handle is running, the generator is closed, or other ranks repeat its steps.
         """
         scheduler = self.scheduler
         if self.leads:
@@ -239,7 +239,7 @@ class Loop:
         self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
 
     def run(self, call: PreparedCall) -> Generator[Emitted, None, None]:
-        """Decodes the requests of a call. After one or a few steps, yields {index of a request in the call: its new tokens}.
+        """Decodes a call to its end. After one or a few steps, yields {index of a request in the call: its new tokens}.
 
         Raises:
             RuntimeError: the generator is closed, or a step failed.
@@ -272,7 +272,7 @@ class Loop:
         check_valid(call.requests, call.options.copies)
 
     def _step_here(self, call: PreparedCall, delivery: Delivery) -> Iterator[Emitted]:
-        """Runs the steps of a call in the caller's thread, until the generator's own thread takes over. Yields as `run`."""
+        """Runs a call's steps in the caller's thread until the generator's thread takes over. Yields as `run` does."""
         steps = None
         try:
             while True:
@@ -384,7 +384,7 @@ class Loop:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Context in which a rank that repeats the steps of rank 0 calls `make_turn`. Other calls raise an error meanwhile.
+        """Context in which a rank that repeats the steps of rank 0 calls `make_turn`. Other calls raise an error.
 
         Raises:
             RuntimeError: a call is running on this rank, or the generator is closed.
@@ -525,7 +525,7 @@ class Loop:
             self._give_up(delivery, caught.error)
 
     def _make_all_ready(self, call: PreparedCall) -> None:
-        """Captures the steps that a call may need, for all batch sizes and lengths, so that later calls can join the batch."""
+        """Captures the steps that a call may need, for all batch sizes and lengths, so that later calls can join it."""
         engine = self._scheduler.engine
         for lengths in dict.fromkeys((lengths_of(call.requests), (self._longest, 0))):
             self._make_ready(engine, engine.state.batch, call.choice, *lengths)
