@@ -130,7 +130,7 @@ def test_feature_layers_are_checked(target: Path, tmp_path: Path) -> None:
         target, head, ValueError, feature_layers=[1, 2, 7]
     )
     assert "has 2 entries, and the head reads 3" in refused(target, head, ValueError, feature_layers=[1, 2])
-    assert "names the target's layers that a learned drafter reads" in refused(
+    assert "is for learned drafters only" in refused(
         target, target, UnsupportedOption, feature_layers=[1, 2, 3]
     )
     with pytest.raises(ValueError, match="True"):
@@ -237,7 +237,7 @@ def test_a_recorded_verifier_must_be_of_the_targets_kind(target: Path, tmp_path:
 def test_what_cannot_be_shared_is_refused(target: Path, tmp_path: Path) -> None:
     assert "is missing" in refused(target, write_eagle3(tmp_path / "a", eagle3_tensors(own_head=False, drafted=VOCAB)))
     narrow = write_eagle3(tmp_path / "b", eagle3_tensors(own_embed=False))
-    assert "cannot share that of" in refused(target, narrow)
+    assert "cannot use that of" in refused(target, narrow)
 
 
 def test_a_head_may_tie_its_own_embedding(target: Path, tmp_path: Path) -> None:

@@ -150,5 +150,5 @@ def test_what_cannot_be_rounded_is_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedOption, match="draft_quantization='int3' is not supported, wanted one of fp8, int8"):
         FastSpecGenerator(plain, plain, draft_quantization="int3", device="cpu")
     made(plain, tmp_path / "q", "int4")
-    with pytest.raises(UnsupportedOption, match=r"target_quantization='int8', and .* is stored quantised"):
+    with pytest.raises(UnsupportedOption, match=r"target_quantization='int8' cannot be applied, because .* is stored quantised"):
         FastSpecGenerator.plan(tmp_path / "q", target_quantization="int8", device="cpu")
