@@ -58,8 +58,8 @@ class PlanOptions(TypedDict, total=False):
 class Config:
     """Arguments of `FastSpecGenerator` except target and draft, as the user gave them.
 
-    `FastSpecGenerator` documents their meaning. `check` raises an error for invalid values. `engine.settings.settings_of` replaces
-    None by values that depend on the models.
+    `FastSpecGenerator` documents their meaning. `check` raises an error for invalid values.
+    `engine.settings.settings_of` replaces None by values that depend on the models.
     """
 
     proposer: Proposer | None = None

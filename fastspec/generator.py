@@ -255,7 +255,7 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def remembers(self) -> str | None:
-        """Argument `remember` of the generator's `Suffix` proposer. None: draft tokens never come from earlier answers."""
+        """Argument `remember` of the `Suffix` proposer. None: draft tokens never come from earlier answers."""
         proposer = self._settings.config.proposer
         return proposer.remember if isinstance(proposer, Suffix) else None
 
@@ -649,7 +649,7 @@ class FastSpecGenerator(OfOneProcess):
             self._trial.forgo("not tried: the draft's weights were updated")
 
     def _updatable(self, model: str, version: object) -> PendingWeights | PendingHead:
-        """Returns the weights of a model that `update_weights` may change. Raises UnsupportedOption or ValueError if none."""
+        """Returns the weights of a model that `update_weights` may change. Raises an error if there are none."""
         if model not in ("target", "draft"):
             raise ValueError(f"model must be 'target' or 'draft', got {model!r}")
         if model == "draft" and version is not None:

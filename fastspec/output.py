@@ -154,7 +154,7 @@ class Stats:
         return self.emitted / self.steps if self.steps else None
 
     def __str__(self) -> str:
-        """Formats speed, tokens per step and acceptance of the call as one line."""
+        """Formats the speed, tokens per step and acceptance of the call as one line."""
         rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}"
         per_step = "-" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f}"
         alone = (
@@ -186,8 +186,8 @@ class GenerateOutput:
         sequences: LongTensor [B, T + new]: prompts (left-padded) and new tokens, padded after the end of a
             sequence. With num_return_sequences, the sequences of a prompt follow each other, here and in all lists.
         new_tokens: the new tokens of each sequence, including the stop id, without padding.
-        finish_reasons: for each sequence "stop", "length", "error" if no token could be chosen (see `InvalidLogits`), or
-            "cancelled" if its request was cancelled.
+        finish_reasons: for each sequence "stop", "length", "error" if no token could be chosen (see `InvalidLogits`),
+            or "cancelled" if its request was cancelled.
         stats: statistics of the call.
         logprobs: log-probabilities of the new tokens under the distribution of `logprobs_mode`, in fp32. None
             unless requested.
