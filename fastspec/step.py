@@ -433,7 +433,7 @@ def accept_synthetic(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Accepts as many draft tokens as `rule` says, for benchmarks. Then emits one more token of the target, and commits.
+    """Accepts as many draft tokens as `rule` says, for benchmarks. Then emits one token of the target, and commits.
 
     Args:
         modules, state, shape, draws: see `step`.
