@@ -1,4 +1,4 @@
-"""Arguments of a generator as one frozen value: checked once, and compared by ranks."""
+"""Arguments of a generator as one frozen value, which is checked once and must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ class PlanOptions(TypedDict, total=False):
 class Config:
     """Arguments of `FastSpecGenerator` except target and draft, as the user gave them.
 
-    `FastSpecGenerator` documents their meaning. `check` refuses invalid values. `engine.settings.settings_of` replaces
-    None by values that depend on the models.
+    `FastSpecGenerator` documents their meaning. `check` raises an error for invalid values.
+    `engine.settings.settings_of` replaces None by values that depend on the models.
     """
 
     proposer: Proposer | None = None
@@ -90,26 +90,26 @@ class Config:
 
     @property
     def chooses_format(self) -> bool:
-        """True if draft_quantization="auto": the format of the draft's weights is chosen by estimate."""
+        """True if draft_quantization="auto": the weight format of the draft is chosen by estimated speed."""
         return self.draft_quantization == AUTO
 
     @property
     def formats(self) -> tuple[str | None, str | None]:
-        """Returns the formats to which the weights of (target, draft) are rounded.
+        """Formats to which the weights of the target and of the draft are quantised while they are loaded.
 
-        None: not rounded, or not chosen yet.
+        None: the weights are not quantised, or "auto" has not chosen the format yet.
         """
         return self.target_quantization, None if self.chooses_format else self.draft_quantization
 
     def shared(self) -> dict[str, object]:
-        """Returns {name: value} of the arguments that must be equal on all ranks."""
+        """Returns {name of an argument: value} for the arguments that must be equal on all ranks."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in _OF_ONE_RANK}
 
     def check(self, *, with_draft: bool) -> None:
         """Checks those arguments that can be checked before the models are read.
 
         Args:
-            with_draft: True if the generator has a draft.
+            with_draft: True if the generator has a draft model or learned drafter.
 
         Raises:
             ValueError: a flag is not a bool, `prefill_budget` is out of range, or `proposer` is not a Proposer.
@@ -135,10 +135,11 @@ def check_range(name: str, value: Any, low: int, high: int) -> int:
     Args:
         name: name of the argument, for the error.
         value: int, or an integer of numpy or torch.
-        low, high: smallest and largest permitted value.
+        low: smallest permitted value.
+        high: largest permitted value.
 
     Raises:
-        ValueError: any other value. The message names the argument.
+        ValueError: the value is not a whole number in this range. The message names the argument.
     """
     value = scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:

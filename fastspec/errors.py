@@ -2,33 +2,33 @@
 
 
 class UnsupportedModel(ValueError):
-    """A model, or a setting in its config, that is not implemented. The message lists what is supported."""
+    """A model, or a setting in its config, is not implemented. The message lists what is supported."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, damaged, or does not match its own config.
+    """A checkpoint is missing or damaged, or does not match its own config.
 
     The message names the file and the field.
     """
 
 
 class UnsupportedOption(ValueError):
-    """An argument or generation option that is not supported."""
+    """An argument or generation option is not supported."""
 
 
 class InvalidLogits(RuntimeError):
     """The target's logits contain NaN or infinity, or allow no token. The message names prompts and positions.
 
     Attributes:
-        output: GenerateOutput of the call. A row with invalid logits ends before the first such position. All other
-            rows are complete. None if tokens were streamed.
+        output: GenerateOutput of the call. A sequence with invalid logits ends before the first such position. All
+            other sequences are complete. None if tokens were streamed.
     """
 
     output: object = None
 
 
 class OutOfPages(RuntimeError):
-    """The KV cache has too few free pages for the requested rows."""
+    """A request needs more pages than the KV cache has."""
 
 
 class RankFailed(RuntimeError):

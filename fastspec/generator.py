@@ -1,4 +1,4 @@
-"""FastSpecGenerator: a target model, a draft model, and `generate`."""
+"""`FastSpecGenerator`: generates text of a target model with speculative decoding."""
 
 from __future__ import annotations
 
@@ -225,13 +225,13 @@ class FastSpecGenerator(OfOneProcess):
 
     @classmethod
     def plan(cls, target: Source, draft: Source | None = None, **options: Unpack[PlanOptions]) -> MemoryPlan:
-        """Computes the memory that a generator with the same arguments needs. Loads and allocates nothing.
+        """Computes the memory that a generator with these arguments needs. Loads and allocates nothing.
 
         Args:
             target, draft, **options: arguments of the constructor that affect memory.
 
         Raises:
-            TypeError: another argument.
+            TypeError: an argument that does not affect memory was given.
             MemoryError: the plan does not fit; the message says which settings would fit.
         """
         if others := sorted(options.keys() - PlanOptions.__annotations__.keys()):
@@ -240,7 +240,7 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of the target. Ids of prompts are below it."""
+        """Number of logits of the target. Token ids of prompts must be below it."""
         return self._target.spec.vocab_size
 
     @property
@@ -250,18 +250,18 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def prediction_tokens(self) -> int:
-        """Largest number of tokens of the option `predictions`, per row. 0: the generator's proposer uses none."""
+        """Largest number of tokens per prompt in the option `predictions`. 0: the proposer does not use predictions."""
         return self._settings.layout.prediction_tokens
 
     @property
     def remembers(self) -> str | None:
-        """The argument `remember` of the generator's `Suffix`. None: drafts never come from earlier answers."""
+        """Argument `remember` of the `Suffix` proposer. None: draft tokens never come from earlier answers."""
         proposer = self._settings.config.proposer
         return proposer.remember if isinstance(proposer, Suffix) else None
 
     @property
     def kv_usage(self) -> float:
-        """Share of the K/V cache's pages that running rows use, 0 to 1.
+        """Share of the KV cache pages that running requests use, 0 to 1.
 
         Pages that only the prefix cache uses count as free.
         """
@@ -391,9 +391,9 @@ class FastSpecGenerator(OfOneProcess):
     ) -> Iterator[dict[int, list[int]]]:
         """Continues every prompt as `generate` does. After each step, yields {index of a prompt: its new tokens}.
 
-        Prompts without new tokens are left out. With num_return_sequences it is the index of a row, and the rows of a
-        prompt follow each other. If the iteration is left early, the call ends, and the generator stays usable.
-        InvalidLogits is raised when the other rows are complete.
+        Prompts without new tokens are left out. With num_return_sequences, the index is that of a sequence, and the
+        sequences of a prompt follow each other. If the iteration is left early, the call ends, and the generator stays
+        usable. InvalidLogits is raised when the other sequences are complete.
         """
         arguments = CallArguments(input_ids, attention_mask, generation_config, {**keywords})
         return self._run(self._prepare(arguments))
@@ -403,8 +403,9 @@ class FastSpecGenerator(OfOneProcess):
     ) -> Handle:
         """Continues one prompt, beside running calls and other handles. Any thread may call it at any time.
 
-        Rows of all requests share steps, which a thread of the generator makes from the first `submit` on. A row's text
-        does not depend on the other rows. Requests wait for a free row and free pages, first come, first served.
+        All requests are decoded in one batch, by a thread of the generator that runs from the first `submit` on. The
+        text of a request does not depend on the other requests. Requests wait for a free batch slot and free KV cache
+        pages, first come, first served.
 
         Args:
             prompt_ids: ids of one prompt: a list, a 1-D tensor or array, or any form that `generate` takes.
@@ -415,7 +416,7 @@ class FastSpecGenerator(OfOneProcess):
 
         Raises:
             ValueError, UnsupportedOption: see `generate`; or there are several prompts, or several texts of one.
-            OutOfPages: the request needs more pages than the cache has.
+            OutOfPages: the request needs more pages than the KV cache has.
             RuntimeError: the generator is closed, or several ranks are in a call that all of them make.
             RankFailed: another rank has failed.
         """
@@ -468,7 +469,7 @@ class FastSpecGenerator(OfOneProcess):
         loop, start = self._open(), time.perf_counter()
 
         def make() -> tuple[ScoreInputs, PreparedCall]:
-            """Reads the arguments and makes the requests."""
+            """Checks the arguments, and makes a request for each sequence that has tokens to score."""
             found = read_scored(
                 input_ids,
                 attention_mask,
@@ -494,20 +495,20 @@ class FastSpecGenerator(OfOneProcess):
         return score_output_of(inputs.rows, call, self._stats(call, start, time.perf_counter()))
 
     def follow(self) -> None:
-        """Makes the same steps as rank 0, until rank 0 closes its generator. All other ranks call it.
+        """Repeats the steps of rank 0 on this rank, until rank 0 closes its generator. All other ranks call it.
 
         With `tensor_parallel` only rank 0 calls `submit`, and after that only rank 0 calls `generate` and `stream`.
 
         Raises:
             UnsupportedOption: there are no other ranks, or this is rank 0.
             RankFailed: a rank has failed; end all processes.
-            RuntimeError: the generator is closed, or in a call.
+            RuntimeError: the generator is closed, or a call is running on this rank.
         """
         reader = Reader(self.max_length, self._drafting.for_call, self._stored_tokenizer, self._grammars)
         follow(self._ranks, self._open(), reader, self._numbers)
 
     def abort(self) -> None:
-        """Ends all calls and handles, each with the tokens that it has and the finish reason "cancelled".
+        """Cancels all requests. They keep their output tokens, and get the finish reason "cancelled".
 
         Handles have ended when this returns. A call in another thread ends with its next step.
         """
@@ -520,30 +521,30 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def weight_version(self) -> int | str:
-        """Version of the target's weights: 0 as loaded, then as `update_weights` said."""
+        """Version of the target's weights: 0 as loaded, later the version given to `update_weights`."""
         self._loop.check_open()
         return self._loop.scheduler.weight_version
 
     def pause(self, *, abort: bool = False) -> None:
-        """Refuses or delays new calls, and waits until all running calls and handles have ended.
+        """Holds or rejects new calls, and waits until all running calls and handles have ended.
 
-        It is useful around `update_weights`, for example. From now on handles of `submit` wait for `resume`, and
-        `generate`, `stream` and `score` are refused. An iteration of `stream` that is not read to its end must be
+        It is useful around `update_weights`, for example. Until `resume`, requests of `submit` are held, and
+        `generate`, `stream` and `score` raise an error. An iteration of `stream` that is not read to its end must be
         closed.
 
         Args:
-            abort: True to end running requests with the tokens that they have, instead of waiting for their ends.
+            abort: True to cancel the running requests, which keep their output tokens. False to wait for their end.
         """
         self._loop.pause(abort=abort)
 
     def resume(self) -> None:
-        """Starts the requests that have waited since `pause`, in the order in which they came."""
+        """Starts the requests that were held since `pause`, in the order of their arrival."""
         self._open().resume()
 
     def reset_prefix_cache(self) -> None:
-        """Drops K/V and states of earlier prompts, so that later prompts are computed from the beginning.
+        """Drops K/V and recurrent states of earlier prompts, so that no later prompt reuses them.
 
-        `update_weights` does it by itself.
+        `update_weights` does this itself.
 
         Raises:
             RuntimeError: a call or a handle is running, or the generator is closed.
@@ -558,18 +559,18 @@ class FastSpecGenerator(OfOneProcess):
         generation_config: GenerationConfig | None = None,
         **keywords: Unpack[GenerateOptions],
     ) -> Calibration:
-        """Measures every k on these prompts, plain decoding included, and finds what limits the speedup.
+        """Measures decoding of these prompts with every number of draft tokens, and finds what limits the speedup.
 
-        The ks are those that "auto" chooses from. Missing steps are captured first. "auto" uses the measurements later.
-        If draft_quantization="auto" has rounded the draft, the first call also measures the draft as it is stored, and
-        keeps the faster format.
+        The numbers are those from which "auto" chooses, including 0. Missing steps are captured first. "auto" uses the
+        measurements later. If draft_quantization="auto" has quantised the draft, the first call also measures the draft
+        with its original weights, and keeps the faster format.
 
         Args:
             input_ids, attention_mask, generation_config, **keywords: see `generate`. max_new_tokens is by default 64,
                 or as many as `max_length` permits if that is less.
 
         Returns:
-            A Calibration: print it for a table and a verdict.
+            A Calibration. Its str() is a table with the best number of draft tokens.
 
         Raises:
             ValueError: a prompt or option is invalid, nothing drafts, or the texts end before a step could be timed.
@@ -594,7 +595,7 @@ class FastSpecGenerator(OfOneProcess):
         model: Literal["target", "draft"] = "target",
         version: int | str | None = None,
     ) -> None:
-        """Replaces values of the weights at the same addresses, so captured steps stay valid.
+        """Replaces the weights of a model in place, so that captured steps stay valid.
 
         All values are checked before the first one is copied. Afterwards results are those of a generator that is made
         from the new checkpoint. K/V and states of earlier prompts are dropped. Tensors are copied from the device that
@@ -648,7 +649,7 @@ class FastSpecGenerator(OfOneProcess):
             self._trial.forgo("not tried: the draft's weights were updated")
 
     def _updatable(self, model: str, version: object) -> PendingWeights | PendingHead:
-        """Returns the weights that `update_weights` may change."""
+        """Returns the weights of a model that `update_weights` may change. Raises an error if there are none."""
         if model not in ("target", "draft"):
             raise ValueError(f"model must be 'target' or 'draft', got {model!r}")
         if model == "draft" and version is not None:
@@ -667,7 +668,7 @@ class FastSpecGenerator(OfOneProcess):
         return self._weights[model]
 
     def _own_weights(self) -> dict[str, PendingWeights]:
-        """Returns the weights that can be loaded again, by model."""
+        """Returns {"target" or "draft": its weights} for the models whose weights can be loaded again."""
         swapped = self._trial is not None and self._trial.draft.rounded != getattr(self._draft, "rounded", None)
         return {model: each for model, each in self._weights.items() if model == "target" or not swapped}
 
@@ -678,7 +679,7 @@ class FastSpecGenerator(OfOneProcess):
 
     @shielded()
     def sleep(self, level: int = 1) -> int:
-        """Releases memory to the GPU driver until `wake`. Calls are refused meanwhile.
+        """Releases memory to the GPU driver until `wake`. Calls raise an error meanwhile.
 
         Prompts of the prefix cache are dropped, and captured steps deleted. Buffers that are not all zero are copied to
         host memory. On a CPU the memory is released to the system.
@@ -758,11 +759,11 @@ class FastSpecGenerator(OfOneProcess):
             asleep.recapture(engine)
 
     def _reloading(self, model: str, pending: PendingWeights, values: NewWeights | None) -> WeightUpdate:
-        """Returns a checked update of all weights of a model.
+        """Returns an update of all weights of a model, whose tensors have been checked.
 
         Args:
             model: "target" or "draft".
-            pending: the model's weights.
+            pending: present weights of the model.
             values: the new values. None: those of the model's checkpoint.
         """
         update = own_update(pending) if values is None else checked_update(values, pending)
@@ -784,7 +785,7 @@ class FastSpecGenerator(OfOneProcess):
     def warmup(
         self, num_speculative_tokens: int | str | None = None, *, sampler: str = GREEDY, length: int = 0
     ) -> None:
-        """Captures the steps that calls with this number of drafts, or without drafts, may need.
+        """Captures the steps that calls with this number of draft tokens, or without draft tokens, may need.
 
         With "auto" these are steps of every k that it chooses from, and they are timed, too. Steps captured before are
         kept. The constructor captures those for greedy decoding with its own number of drafts. A call captures missing
@@ -811,11 +812,11 @@ class FastSpecGenerator(OfOneProcess):
         loaded: Callable[[], None] = lambda: None,
         compilers: Executor | None = None,
     ) -> None:
-        """Captures the steps that calls with the drafts of `choice` may need.
+        """Captures the steps that calls with the numbers of draft tokens of `choice` may need.
 
         Args:
-            choice: numbers of drafts of the calls.
-            length: number of tokens of the longest row.
+            choice: numbers of draft tokens of the calls.
+            length: number of tokens of the longest sequence.
             loaded: waits for weights that another thread still reads.
             compilers: see `Engine.compile`.
         """
@@ -841,7 +842,7 @@ class FastSpecGenerator(OfOneProcess):
                 )
 
     def add_corpus(self, name: str, text: str | Sequence[int]) -> None:
-        """Adds a text from which drafts of any request may come. Replaces an earlier text of the same name.
+        """Adds a text in which draft tokens of any request are looked up. Replaces an earlier text of the same name.
 
         Every rank makes the same call. Running requests must have ended.
 
@@ -876,7 +877,8 @@ class FastSpecGenerator(OfOneProcess):
     ) -> PreparedCall:
         """Checks a call and makes its requests, without device memory.
 
-        All ranks do so together and compare the arguments, unless the other ranks follow this one.
+        With several ranks, all ranks prepare the call together and compare its arguments. This is left out if the other
+        ranks only repeat the steps of rank 0.
 
         Args:
             arguments: arguments of the call.
@@ -889,7 +891,7 @@ class FastSpecGenerator(OfOneProcess):
         )
 
         def make() -> PreparedCall:
-            """Reads the call's arguments and makes its requests."""
+            """Checks the arguments of the call, and makes its requests."""
             if self._ranks.size > 1 and alone:
                 check_tokenizer_is_stored(arguments.keywords.get("tokenizer"), self._tokenizer)
             inputs = read_call(arguments, model, default_new_tokens)
@@ -910,11 +912,11 @@ class FastSpecGenerator(OfOneProcess):
 
     @property
     def _draft_format(self) -> str | None:
-        """The format that "auto" chose for the draft, and the reason. None: it chose none."""
+        """Weight format that "auto" chose for the draft, and the reason. None: "auto" chose no format."""
         return None if self._trial is None else str(self._trial)
 
     def _stats(self, call: PreparedCall, start: float, end: float) -> Stats:
-        """Returns the counts of a call. `start` and `end` are times of `time.perf_counter`."""
+        """Returns the statistics of a call. `start` and `end` are times of `time.perf_counter`."""
         threads = self._loop.threads
         return Stats.of(
             tuple(request.stats() for request in call.requests),
@@ -930,7 +932,7 @@ class FastSpecGenerator(OfOneProcess):
         )
 
     def explain(self) -> str:
-        """Describes the models and how they run, in some lines of text for people."""
+        """Describes the models and how they run, as a text of several lines for people."""
         draft = self._draft if self._trial is None else self._trial.draft
         return explain(self._settings, self._open().engine, self._target, draft, self._shared_vocab, self._drafting)
 
@@ -940,9 +942,9 @@ class FastSpecGenerator(OfOneProcess):
         return steps
 
     def close(self) -> None:
-        """Cancels requests of handles, and frees all memory. Freed GPU memory is available to other processes, too.
+        """Cancels requests of handles, and frees all memory. Other processes can use the freed GPU memory.
 
-        It may be called twice. Any other use of a closed generator is an error.
+        Further calls do nothing. Any other use of a closed generator is an error.
 
         Raises:
             RuntimeError: a call of `generate` or `stream` is still running.
@@ -956,7 +958,7 @@ class FastSpecGenerator(OfOneProcess):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         """Closes the generator at the end of a `with` block.
 
-        An error of the block stays the error. Iterations of `stream` that it left unfinished are ended first.
+        If the block raises an error, that error is raised on, and unfinished iterations of `stream` are ended first.
         """
         if kind is None:
             self.close()
@@ -970,7 +972,10 @@ class FastSpecGenerator(OfOneProcess):
 
 
 def _loop_of(engine: Engine, make_ready: MakeReady, max_length: int, ranks: Ranks, numbers: RequestNumbers) -> Loop:
-    """Makes the loop of a generator. With several ranks, rank 0's loop tells the others what joins and leaves."""
+    """Makes the `Loop` of a generator, which runs its steps.
+
+    With several ranks, rank 0's `Loop` tells the other ranks which requests join or leave the batch.
+    """
     if ranks.size == 1:
         return Loop(Scheduler(engine), make_ready, max_length, ranks)
     if not ranks.first:

@@ -9,17 +9,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """Counts of one row. They satisfy emitted = steps + accepted - dropped.
+    """Numbers of steps and tokens of one sequence. They satisfy emitted = steps + accepted - dropped.
 
     Attributes:
-        steps: number of target passes.
-        plain_steps: number of target passes without drafts.
-        drafted: number of draft tokens, without those after a stop id or the limit.
-        accepted: number of accepted drafts, which are all returned.
+        steps: number of decode steps. Each is one pass of the target.
+        plain_steps: number of decode steps without draft tokens.
+        drafted: number of draft tokens, without those after a stop id or the token limit.
+        accepted: number of accepted draft tokens. All of them are returned.
         emitted: number of returned tokens.
-        dropped: 1 if the row ended before the token that the target itself gave in the last step, else 0.
-        histogram: numbers of steps that accepted 0, 1, .. k drafts. Their sum is `steps`.
-        steps_at: numbers of steps that were made with k = 0, 1, .. Their sum is `steps`.
+        dropped: 1 if the sequence ended before the token that the target itself added in the last step, else 0.
+        histogram: element i is the number of steps that accepted i draft tokens. The sum is `steps`.
+        steps_at: element k is the number of steps that were made with k draft tokens. The sum is `steps`.
         cached_tokens: number of prompt tokens whose K/V were reused from an earlier prompt, see `prefix_cache`.
     """
 
@@ -36,27 +36,27 @@ class RowStats:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counts of a whole call, summed over rows, and the counts of each row.
+    """Numbers of steps and tokens of a whole call, summed over its sequences and for each sequence.
 
     Attributes:
-        steps: number of target passes, summed over rows.
-        plain_steps: number of target passes without drafts: with k = 0, or in a row that is longer than the draft's
-            context.
-        drafted, accepted, emitted, dropped: see RowStats; summed.
-        k: drafts per step that were asked for. With "auto": upper limit.
+        steps: number of decode steps, summed over sequences.
+        plain_steps: number of decode steps without draft tokens, summed over sequences. A sequence has no draft tokens
+            with k = 0, or when it is longer than the draft model's context.
+        drafted, accepted, emitted, dropped: see `RowStats`; summed over sequences.
+        k: number of draft tokens per step that the call asked for. With "auto": the largest number.
         seconds: wall time of the call.
-        rows: one RowStats per prompt.
-        synthetic: name of the acceptance rule, if it changes the distribution; then the text is not the model's. None
-            for exact rules.
+        rows: one `RowStats` for each sequence.
+        synthetic: name of the acceptance rule if it changes the output distribution. The text is then not the target's.
+            None for exact rules.
         auto: result of num_speculative_tokens="auto": "auto" if k was chosen in each step (see `steps_at`), or the
             reason why it was not. None if k was a number.
-        exact: True if the bits of a row depend on that row alone (docs/numerics.md).
+        exact: True if the bits of a sequence's results do not depend on other sequences (docs/numerics.md).
         threads: number of torch threads in the last step on the CPU. None on CUDA.
-        cached_tokens: see RowStats; summed.
-        same_text_on: with `tensor_parallel`, the numbers of processes that give this text, to the bit. Else None.
-        draft_format: draft format that draft_quantization="auto" chose, and the reason. None if another value was
-            given.
-        weight_version: version of the target's weights: 0 as loaded, then as `update_weights` said.
+        cached_tokens: see `RowStats`; summed over sequences.
+        same_text_on: with `tensor_parallel`, all numbers of processes that give exactly this text. Else None.
+        draft_format: weight format that draft_quantization="auto" chose for the draft, and the reason. None if another
+            value was given.
+        weight_version: version of the target's weights: 0 as loaded, later the version given to `update_weights`.
     """
 
     steps: int
@@ -91,7 +91,12 @@ class Stats:
         draft_format: str | None = None,
         weight_version: int | str = 0,
     ) -> Stats:
-        """Sums the counts of all rows. Other arguments become the attributes of the same names."""
+        """Makes the statistics of a call by summing those of its sequences.
+
+        Args:
+            rows: statistics of each sequence.
+            k, seconds, synthetic, auto, exact, threads, same_text_on, draft_format, weight_version: see the attributes.
+        """
 
         def total(name: str) -> int:
             return sum(getattr(row, name) for row in rows)
@@ -120,19 +125,22 @@ class Stats:
 
     @property
     def steps_at(self) -> dict[int, int]:
-        """Number of steps with each k; ks without steps are left out."""
+        """Number of steps by k, the number of draft tokens per step. Values of k without steps are left out."""
         width = max((len(row.steps_at) for row in self.rows), default=0)
         counts = {k: sum(row.steps_at[k] for row in self.rows if k < len(row.steps_at)) for k in range(width)}
         return {k: count for k, count in counts.items() if count}
 
     @property
     def acceptance_rate(self) -> float | None:
-        """Share of the draft tokens that were accepted: accepted / drafted. None if nothing was drafted."""
+        """Share of the draft tokens that were accepted: accepted / drafted. None if there were no draft tokens."""
         return self.accepted / self.drafted if self.drafted else None
 
     @property
     def accepted_per_position(self) -> tuple[float, ...] | None:
-        """Shares of the steps with drafts in which draft 1, 2, .. k was accepted. None if nothing was drafted."""
+        """Element j - 1 is the share of steps with draft tokens in which draft token j was accepted.
+
+        None if there were no draft tokens.
+        """
         if not self.drafted:
             return None
         width = max(len(row.histogram) for row in self.rows)
@@ -142,11 +150,11 @@ class Stats:
 
     @property
     def tokens_per_step(self) -> float | None:
-        """Mean number of tokens that a step emits per row: emitted / steps. None if no step was made."""
+        """Mean number of tokens that a step emits per sequence: emitted / steps. None if there were no steps."""
         return self.emitted / self.steps if self.steps else None
 
     def __str__(self) -> str:
-        """Formats the counts as one line."""
+        """Formats the speed, tokens per step and acceptance of the call as one line."""
         rate = "-" if self.acceptance_rate is None else f"{self.acceptance_rate:.1%}"
         per_step = "-" if self.tokens_per_step is None else f"{self.tokens_per_step:.2f}"
         alone = (
@@ -162,7 +170,7 @@ class Stats:
         )
 
     def _drafts(self) -> str:
-        """Formats k, or the ks that "auto" chose."""
+        """Formats the number of draft tokens per step, or the numbers that "auto" chose, as text."""
         if self.auto is None:
             return str(self.k)
         if self.auto != "auto":
@@ -175,21 +183,23 @@ class GenerateOutput:
     """Result of `generate(..., return_dict_in_generate=True)`.
 
     Attributes:
-        sequences: LongTensor [B, T + new]: prompts (left-padded) and new tokens, padded after a row's end. With
-            num_return_sequences the rows of a prompt follow each other, here and in all lists.
-        new_tokens: the new tokens of each row, including the stop id, without padding.
-        finish_reasons: for each row "stop", "length", "error" if no token could be chosen (see `InvalidLogits`), or
-            "cancelled" if its request was cancelled.
-        stats: counts of the call.
+        sequences: LongTensor [B, T + new]: prompts (left-padded) and new tokens, padded after the end of a
+            sequence. With num_return_sequences, the sequences of a prompt follow each other, here and in all lists.
+        new_tokens: the new tokens of each sequence, including the stop id, without padding.
+        finish_reasons: for each sequence "stop", "length", "error" if no token could be chosen (see `InvalidLogits`),
+            or "cancelled" if its request was cancelled.
+        stats: statistics of the call.
         logprobs: log-probabilities of the new tokens under the distribution of `logprobs_mode`, in fp32. None
             unless requested.
         top_logprobs: for each new token the most probable (id, log-probability) pairs, largest first. None unless
             requested.
-        texts: if stop_strings were given: the text of each row's new tokens, with special tokens. If a stop string
-            ended the row, the text ends with that string, while new_tokens end with the whole token that completed it.
+        texts: text of each sequence's new tokens, with special tokens. If a stop string ended the sequence, the text
+            ends with that string, while new_tokens end with the whole token that completed it. None if no stop_strings
+            were given.
         prompt_logprobs: log-probabilities of each prompt's tokens from the second on. None unless requested. With
-            num_return_sequences there is one list per prompt, not one per row.
-        prompt_top_logprobs: for each of these tokens the most probable (id, log-probability) pairs.
+            num_return_sequences there is one list per prompt, not one per sequence.
+        prompt_top_logprobs: for each of these tokens the most probable (id, log-probability) pairs. None unless
+            requested.
     """
 
     sequences: Tensor
@@ -212,8 +222,8 @@ class ScoreOutput:
         top_logprobs: at each of these tokens the most probable (id, log-probability) pairs, largest first.
         prompt_logprobs: log-probabilities of each row's prompt from the second token on, under the raw target. None if
             left out.
-        prompt_top_logprobs: the same pairs for the tokens of the prompt. None if left out.
-        stats: counts of the call. Given tokens count as drafts.
+        prompt_top_logprobs: most probable (id, log-probability) pairs at the tokens of each prompt. None if left out.
+        stats: statistics of the call. Given tokens count as drafts.
     """
 
     logprobs: list[list[float]]

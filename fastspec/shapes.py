@@ -1,4 +1,4 @@
-"""Shapes of steps and passes, which the host fixes before a launch: sizes, sampler kind, tiles of matrix products."""
+"""Shapes of decode steps and forward passes, which the host fixes before a launch. Sizes of layers with a state."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ class DeltaRule(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Number of elements of one position's keys, in all heads."""
+        """Number of key elements per position, in all heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Number of elements of one position's values, in all heads."""
+        """Number of value elements per position, in all heads."""
         return self.value_heads * self.value_dim
 
     @property
@@ -116,7 +116,7 @@ class DeltaRule(NamedTuple):
 
     @property
     def decays(self) -> int:
-        """Elements a of a position, from which decays are computed: one for each value head, or element of a key."""
+        """Number of inputs per position from which decays are computed: one for each value head or each key element."""
         return self.keys if self.by_channel else self.value_heads
 
     @property
@@ -147,7 +147,7 @@ class ConvRule(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Number of elements of one position's result."""
+        """Number of elements per position of the layer's result."""
         return self.channels
 
     @property
@@ -244,17 +244,17 @@ class SelectiveRule(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Elements of the result of a position."""
+        """Number of elements per position of the layer's result."""
         return self.channels
 
     @property
     def rows(self) -> int:
-        """Rows of the product before it: x and its gate z."""
+        """Number of outputs of the input projection: x and its gate z."""
         return 2 * self.channels
 
     @property
     def selected(self) -> tuple[int, int, int]:
-        """Elements that are computed from x: those of the inner step, B and C."""
+        """Numbers of elements per position that are computed from x: (inner time step, B, C)."""
         return self.rank, self.state_dim, self.state_dim
 
     @property
@@ -268,7 +268,7 @@ class SelectiveRule(NamedTuple):
         return self.channels, self.state_dim
 
     def cut(self, ranks: int) -> SelectiveRule:
-        """Returns the sizes of one rank's part. Layers of this kind are not cut."""
+        """Returns the same sizes on every rank, because layers of this kind are not split over ranks."""
         return self
 
 
@@ -308,7 +308,7 @@ class RoutingRule(NamedTuple):
 
     @property
     def held(self) -> int:
-        """Number of experts that compute for a token, including the shared one."""
+        """Number of experts that process each token, including the shared expert."""
         return self.chosen + (self.shared is not None)
 
     @property
@@ -337,7 +337,7 @@ class StepShape:
     """Shape of a step, which the host fixes before the launch. Each value has its own captured graph.
 
     Attributes:
-        num_drafts: k, drafts of every running row; 0 is plain decoding.
+        num_drafts: k, number of draft tokens of every running row (batch slot). 0: plain decoding.
         sampler: GREEDY (every row takes the largest unchanged logit) or FULL (all options).
         num_blocks: upper limit of attended positions, in blocks of KEY_BLOCK.
         tiling: tiles of the matrix products of target and draft.
@@ -438,14 +438,18 @@ def logit_words(shape: StepShape) -> int:
 
 
 def blocks(positions: int) -> int:
-    """Returns the number of blocks of KEY_BLOCK positions that contain `positions` positions."""
+    """Returns the number of blocks of KEY_BLOCK positions that cover the first `positions` positions."""
     return -(-positions // KEY_BLOCK)
 
 
 def step_kinds(ks: Iterable[int], grammars: Iterable[str | None]) -> list[tuple[int, str | None]]:
-    """Returns (k, grammars) of the steps that a call with these drafts and grammars may need, largest k first.
+    """Returns (num_drafts, grammars) of each kind of step that a call may need, largest num_drafts first.
 
-    A step with MIXED_DRAFTS has at least one draft. With GRAMMAR_ONLY there may be none.
+    A step with MIXED_DRAFTS has at least one draft token. A step with GRAMMAR_ONLY may have none.
+
+    Args:
+        ks: numbers of draft tokens that steps of the call may have.
+        grammars: values of `StepShape.grammars` that they may have.
     """
     pairs = [
         (k, kind)
@@ -457,14 +461,14 @@ def step_kinds(ks: Iterable[int], grammars: Iterable[str | None]) -> list[tuple[
 
 
 def keep_draft_probs(shape: StepShape) -> bool:
-    """True if a proposer that samples must write its distributions to draft_probs."""
+    """True if a proposer that samples draft tokens must write their distributions to `DecodeState.draft_probs`."""
     return shape.sampler != GREEDY and needs_draft_probs(shape.verification)
 
 
 def purpose_of(shape: StepShape) -> int:
-    """Returns the purpose for which a proposer draws random numbers.
+    """Returns the key that selects the random numbers of a proposer: DRAFT or TARGET.
 
-    It is DRAFT, or TARGET with coupled verification, in which drafts use the random numbers of the target.
+    It is TARGET with coupled verification, in which draft tokens are sampled with the random numbers of the target.
     """
     return TARGET if shape.verification == COUPLED else DRAFT
 
@@ -536,7 +540,7 @@ def _filled(sizes: list[int], tokens: int) -> list[int]:
 
 
 def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Returns the sizes of the cheapest passes over `tokens` tokens, fewer than the largest size."""
+    """Returns the sizes of the cheapest passes over `tokens` tokens. `tokens` is below the largest size."""
     if tokens <= 0:
         return []
     choices = [[size] for size in sizes if size >= tokens][:1]

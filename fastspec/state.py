@@ -1,7 +1,7 @@
-"""DecodeState: all static device buffers of the decoding loop, allocated once.
+"""DecodeState: all static device buffers of decode steps, allocated once. A row is a batch slot.
 
-Contents change, addresses do not. Only a row's `lengths` entry says which of its cache slots are valid: stale or
-refused slots are never zeroed or copied. They are at positions from `lengths` on, which are masked.
+Contents change, addresses do not. K/V of rejected draft tokens are never zeroed or copied. They are at positions that
+attention masks, because a row's `lengths` entry says how many tokens it has.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _PROCESSORS = tuple(each.name for each in fields(ProcessorRows))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outbox:
-    """Buffers to which steps write their results for the host; see `kernels/sampling/publish.py` for layouts.
+    """Buffers in which decode steps leave results for the host. See `kernels/sampling/publish.py` for layouts.
 
     Attributes:
         entries: int64 [slots, width], in host memory.
-        details: int32 [slots, B, K+1, 1+2N], in host memory: log-probabilities, if recorded.
+        details: int32 [slots, B, K+1, 1+2N], in host memory. Holds log-probabilities, if they are recorded.
         counter: int64 [1] on the device, number of completed steps.
     """
 
@@ -53,11 +53,11 @@ class Buffer:
     """Describes one field of `DecodeState`: shape, dtype and use.
 
     Attributes:
-        shape: letters of `StateSizes`, separated by spaces; "K+1" is one more than K.
+        shape: letters of `StateSizes.letters`, separated by spaces. "K+1" is one more than K.
         dtype: dtype of the elements.
         fill: initial value in every row. A letter stands for its size, OWN for the row's number.
-        written_by: stages that write to it.
-        meaning: description, one line.
+        written_by: parts of the package that write to it.
+        meaning: description in one line.
         reset: True if `DecodeState.reset` sets it to `fill` again. The other fields are written when a request is
             admitted, before they are read.
         prefill: True if prefill passes read it. `PrefillSlot` copies such fields.
@@ -72,12 +72,12 @@ class Buffer:
     prefill: bool = False
 
     def sizes(self, letters: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape as numbers. `letters` are the sizes by letter, see `StateSizes.letters`."""
+        """Returns the shape as numbers. `letters` maps letters of `shape` to sizes, see `StateSizes.letters`."""
         axes = (axis.partition("+") for axis in self.shape.split())
         return tuple(letters[letter] + int(more or 0) for letter, _, more in axes)
 
     def fill_value(self, letters: Mapping[str, int]) -> float:
-        """Returns the fill as a number. For `letters` see `sizes`."""
+        """Returns the initial value as a number; 0 for OWN. For `letters` see `sizes`."""
         return letters.get(self.fill, 0) if isinstance(self.fill, str) else self.fill
 
     def nbytes(self, letters: Mapping[str, int]) -> int:
@@ -90,8 +90,8 @@ class StateSizes:
     """Sizes of a `DecodeState`.
 
     Attributes:
-        batch: B, number of rows.
-        max_drafts: K, largest number of drafts of a step.
+        batch: B, number of rows (batch slots).
+        max_drafts: K, largest number of draft tokens of a step.
         max_length: T, largest number of tokens of a row.
         pages_per_row: P, number of pages of the KV cache that a row may have.
         vocab_size: V, number of the target's token ids.
@@ -142,7 +142,7 @@ def _buffer(
     reset: bool = False,
     prefill: bool = False,
 ) -> Any:
-    """Returns a dataclass field with a `Buffer` as its metadata."""
+    """Returns a dataclass field with a `Buffer` as its metadata. For the arguments see `Buffer`."""
     return field(metadata={"buffer": Buffer(shape, dtype, fill, written_by, meaning, reset, prefill)})
 
 
@@ -151,7 +151,7 @@ INT64, INT32, FP32, BOOL = torch.int64, torch.int32, torch.float32, torch.bool
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeState:
-    """All buffers of B rows (slots), each declared once. Allocation, reset and memory plans read this table.
+    """All device buffers of B rows (batch slots). Allocation, reset and memory plans read this table of fields.
 
     `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that did not step. If a row did step and has
     invalid logits (NaN or infinite) at place p of its k + 1 places, `accepted` is -1 - p and nothing was emitted.
@@ -238,7 +238,7 @@ class DecodeState:
         return cls(**{name: new(name, each) for name, each in BUFFERS.items()})
 
     def one_row(self) -> DecodeState:
-        """Allocates the buffers of a state of one idle row, with the same sizes otherwise."""
+        """Allocates a state of one idle row, whose other sizes equal those of this state."""
         letters = {"K": self.draft_tokens.shape[1]}
 
         def new(name: str, each: Buffer) -> Tensor:
@@ -257,21 +257,21 @@ class DecodeState:
 
     @property
     def running(self) -> Tensor:
-        """bool [B]: True for rows that step."""
+        """bool [B]: True for rows that the next decode step advances."""
         return self.finish == RUNNING
 
     @property
     def sampler(self) -> SamplerRows:
-        """The sampling options of the rows."""
+        """Sampling options of all rows."""
         return SamplerRows(*(getattr(self, name) for name in _SAMPLER))
 
     @property
     def processors(self) -> ProcessorRows:
-        """Options by which rows change logits before sampling."""
+        """Options of all rows that change logits before sampling, such as penalties and biases."""
         return ProcessorRows(*(getattr(self, name) for name in _PROCESSORS))
 
     def move(self, source: int, place: int) -> None:
-        """Moves row `source` to row `place`, and makes row `source` idle.
+        """Moves the contents of row `source` to row `place`, and makes row `source` idle.
 
         K/V and recurrent states are not copied: the row keeps its pages and state row.
         """
@@ -299,14 +299,14 @@ class DecodeState:
             self.emitted.copy_(emitted)  # restored, because the next step's proposer may read it
 
     def reset(self) -> None:
-        """Makes every row idle. Earlier contents are never read again."""
+        """Makes every row idle, and resets its fields, so that earlier contents are never read again."""
         for name, each in BUFFERS.items():
             if each.reset:
                 getattr(self, name).fill_(each.fill)
 
 
 def send(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Copies values to a new tensor on the device. On CUDA it uses pinned memory, so that the host does not wait."""
+    """Copies numbers to a new tensor on the device. On CUDA it uses pinned memory, so that the host does not wait."""
     if dtype == torch.int64 and values:  # torch reads an array in a third of the time
         return sent(torch.frombuffer(array("q", cast("Sequence[int]", values)), dtype=dtype), device)
     return sent(torch.tensor(values, dtype=dtype, device="cpu"), device)

@@ -1,7 +1,7 @@
-"""One decoding step: propose, score, verify, commit, publish. Every running row advances by 1..k+1 tokens.
+"""One decode step: propose, score, verify, commit, publish. Every running row (batch slot) advances by 1..k+1 tokens.
 
-The step reads and writes one DecodeState, and writes its results to a ring that the host reads later. It never copies a
-value to the host, and none of its shapes depends on data. So it can be captured in a CUDA graph.
+The step reads and writes one `DecodeState`, and writes its results to a ring buffer that the host reads later. The host
+never waits for a value of the device, and no shape depends on data. So the step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -76,18 +76,18 @@ class PromptEnd:
         return cls(hidden, hidden.new_zeros(rows, layers, width) if layers else None, threshold)
 
     def like(self, rows: int) -> PromptEnd:
-        """Allocates zeros of these shapes, for another number of rows."""
+        """Allocates zeros for `rows` batch slots. The other sizes equal those of this object."""
         features = None if self.features is None else self.features.new_zeros(rows, *self.features.shape[1:])
         return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.threshold)
 
     def copy(self, row: int, source: PromptEnd, place: int) -> None:
-        """Copies row `place` of `source` to row `row`."""
+        """Copies the hidden states of row `place` of `source` to row `row` of this object."""
         self.hidden[row].copy_(source.hidden[place])
         if self.features is not None and source.features is not None:
             self.features[row].copy_(source.features[place])
 
     def copy_rows(self, rows: Tensor, source: PromptEnd, places: Tensor) -> None:
-        """Copies rows `places` of `source` to `rows`, both int64 [n]. Neither has features."""
+        """Copies the hidden states of rows `places` of `source` to `rows`, both int64 [n]. Does not copy features."""
         self.hidden.index_copy_(0, rows, source.hidden[places])
 
     def first(self, rows: int) -> PromptEnd:
@@ -118,7 +118,7 @@ class StepModules:
 
     Attributes:
         target: the model whose distribution the output follows.
-        proposer: makes the drafts. None: only k = 0 is possible.
+        proposer: makes the draft tokens. None: only k = 0 is possible.
         ops: implementations of all operations outside the models.
         outbox: buffers to which results are published for the host. None: they stay in the state.
         scratch: work area of the commit, from `ops.commit_scratch`.
@@ -179,7 +179,7 @@ def step(modules: StepModules, state: DecodeState, shape: StepShape, draws: veri
 
 
 def _row_bytes(modules: StepModules, shape: StepShape) -> int:
-    """Returns the temporary bytes for the logits of one row."""
+    """Returns the number of temporary bytes that the logits of one batch slot need in a step."""
     words = modules.ops.logit_words or logit_words(shape)
     return (shape.num_drafts + 1) * 4 * modules.target.vocab_size * words
 
@@ -246,13 +246,13 @@ def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape,
 def propose(
     proposer: Proposer, modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws
 ) -> None:
-    """Calls the proposer, which writes the step's drafts to the state."""
+    """Calls the proposer, which writes the draft tokens of the step to the state."""
     features = {} if modules.features is None else {"features": modules.features[: state.batch]}
     proposer.propose(state, shape, draws, **features)
 
 
 def score(modules: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
-    """Feeds each row's last token and drafts to the target. Returns the logits [B, k+1, V] of the token after each."""
+    """Feeds each row's last token and draft tokens to the target. Returns the next-token logits [B, k+1, V]."""
     return modules.target.logits(_hidden(modules, _scoring_batch(modules, state, shape))[0], shape.tiling)
 
 
@@ -275,7 +275,7 @@ def _scored(
 
 
 def _needs_argmax_only(shape: StepShape) -> bool:
-    """True if the step needs only the largest logit of each position."""
+    """True if the step needs only the token id with the largest logit at each position."""
     plain = shape.sampler != FULL and shape.top_logprobs is None and shape.grammars is None
     return plain and not isinstance(shape.verification, SyntheticAcceptance)
 
@@ -317,7 +317,7 @@ def verify_and_commit(
     *,
     publish: bool = True,
 ) -> None:
-    """Verifies the drafts, and commits the emitted tokens to the state.
+    """Accepts or rejects the draft tokens, and commits the emitted tokens to the state.
 
     Args:
         modules, state, shape, draws: see `step`.
@@ -402,9 +402,9 @@ def _record(
 
 
 def take_grammar_drafts(modules: StepModules, state: DecodeState, shape: StepShape) -> None:
-    """Uses the draft tokens that the host sent as the drafts of rows with a grammar.
+    """Copies the draft tokens that the host sent to the `draft_tokens` of rows with a grammar.
 
-    With GRAMMAR_ONLY other rows have no drafts.
+    With GRAMMAR_ONLY, other rows have no draft tokens.
     """
     k, rows = shape.num_drafts, state.constrained
     drafts = state.draft_tokens[:, :k]
@@ -433,7 +433,7 @@ def accept_synthetic(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Accepts as many drafts as `rule` says, for benchmarks, then emits one more token of the target and commits.
+    """Accepts as many draft tokens as `rule` says, for benchmarks. Then emits one token of the target, and commits.
 
     Args:
         modules, state, shape, draws: see `step`.

@@ -1,4 +1,4 @@
-"""Sets the caller's torch settings aside while this package works, and restores them afterwards."""
+"""Replaces the caller's torch settings while this package works, and restores them afterwards."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.overrides import _get_current_function_mode_stack
 def shielded(device: torch.device | None = None, threads: int | None = None) -> Iterator[None]:
     """Context with the torch settings that this package needs. Restores the caller's settings at its end.
 
-    It resets the default device, autocast and, on CUDA, deterministic algorithms, with which torch would refuse cuBLAS
-    products. The default dtype is not changed, because it is global to all threads: every allocation of this package
-    names its dtype. Callers of this function set gradient and inference mode.
+    It resets the default device and autocast. On CUDA it also turns deterministic algorithms off, with which torch
+    raises an error for cuBLAS matrix products. The default dtype is not changed, because it is global to all threads.
+    So every allocation of this package names its dtype. Gradient and inference mode are left to the callers.
 
     Args:
         device: device of the work. None: not known yet.
-        threads: torch's number of CPU threads for this thread. None: unchanged. (A thread that first uses torch inside
-            this context gets this number, too.)
+        threads: number of CPU threads that torch uses for operations of this thread. None: unchanged. (A thread that
+            first uses torch inside this context gets this number, too.)
     """
     changes = _changes(threads)
     with _algorithms().any() if device is not None and device.type == "cuda" else nullcontext():
@@ -36,7 +36,13 @@ def shielded(device: torch.device | None = None, threads: int | None = None) -> 
 
 
 def _changes(threads: int | None) -> list[AbstractContextManager[object]]:
-    """Returns contexts that reset those settings of this thread that differ from what this package needs."""
+    """Returns contexts, each of which changes one torch setting of this thread to the value that this package needs.
+
+    Settings that have this value already are left out.
+
+    Args:
+        threads: see `shielded`.
+    """
     changes: list[AbstractContextManager[object]] = []
     if _has_default_device():
         changes.append(torch.device("cpu"))
@@ -50,7 +56,7 @@ def _changes(threads: int | None) -> list[AbstractContextManager[object]]:
 
 @contextmanager
 def using_threads(count: int) -> Iterator[None]:
-    """Context with `count` CPU threads for torch's operations in this thread."""
+    """Context in which torch uses `count` CPU threads for operations of this thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -60,7 +66,7 @@ def using_threads(count: int) -> Iterator[None]:
 
 
 def _has_default_device() -> bool:
-    """True if torch allocates tensors elsewhere than in host memory by default."""
+    """True if the caller has set torch's default device to a device other than the CPU."""
     if not _get_current_function_mode_stack():
         return False  # a default device is a mode of torch functions
     try:
@@ -70,9 +76,9 @@ def _has_default_device() -> bool:
 
 
 class _Algorithms:
-    """Turns torch's deterministic algorithms off while any thread is in `any()`, then restores the setting.
+    """Turns torch's deterministic algorithms off while a thread is in the context `any`, then restores the setting.
 
-    It is a setting of the whole process.
+    The setting holds for the whole process, so all threads share one object of this class.
     """
 
     def __init__(self) -> None:
@@ -82,7 +88,7 @@ class _Algorithms:
 
     @contextmanager
     def any(self) -> Iterator[None]:
-        """Context in which torch may use any algorithm."""
+        """Context in which torch may also use nondeterministic algorithms."""
         with self._lock:
             if not self._inside:
                 asked = torch.are_deterministic_algorithms_enabled()

@@ -1,18 +1,19 @@
 """Learns the fastest k while decoding, for num_speculative_tokens="auto". k is the number of draft tokens of a step.
 
-The controller observes the time of every step and the number of accepted drafts of each row. For the next step it
-chooses the k with the most expected tokens per second of a row:
+The controller observes the time of every step and the number of accepted draft tokens of each sequence. For the next
+step it chooses the k with the most expected tokens per second and sequence:
 
     tokens(k) / seconds(k),  tokens(k) = 1 + S_1 + .. + S_k,
 
-S_j is the measured probability that the first j drafts are accepted. If every draft is accepted with one probability a,
-tokens(k) is (1 - a^(k+1)) / (1 - a) (Leviathan et al., arXiv 2211.17192, section 3.3). k = 0 is plain decoding.
+S_j is the measured probability that the first j draft tokens are all accepted. If every draft token is accepted with
+the same probability a, tokens(k) is (1 - a^(k+1)) / (1 - a) (Leviathan et al., arXiv 2211.17192, section 3.3). k = 0 is
+plain decoding.
 
-A probe is a few steps with another k. It measures a k that was not used lately. Probes may use a small share of the
-decoding time. After a probe that changes nothing, the controller waits longer before the next one. So if drafts of a
-model save no time, "auto" costs little more than plain decoding.
+A probe is a few steps with a k other than the chosen one. It measures a k that was not used lately. Probes may use a
+small share of the decoding time. After a probe that does not change the choice, the controller waits longer before the
+next one. So if drafting saves no time, "auto" costs little more than plain decoding.
 
-No torch, no clock, no randomness: the same observations give the same choices.
+This module uses no torch, no clock and no random numbers: the same observations give the same choices.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ _CLOSE, _OFTEN = 32, 4
 
 
 def ladder(max_drafts: int) -> tuple[int, ...]:
-    """Returns the ks that "auto" chooses from, up to `max_drafts`."""
+    """Returns the numbers of draft tokens per step among which "auto" chooses, ascending from 0 to `max_drafts`."""
     return tuple(sorted({k for k in LADDER if k <= max_drafts} | {max_drafts}))
 
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """Facts that are known before a step is launched.
+    """Facts about the next step that are known before its launch.
 
     Attributes:
-        bucket: number of rows that the launch covers.
-        remaining: largest number of tokens that one of the rows may still generate.
-        draft_lag: for each row, the number of draft passes needed until the draft's cache has all tokens of the row;
-            ascending.
+        bucket: number of batch slots that the launch covers.
+        remaining: largest number of tokens that one of the sequences may still generate.
+        draft_lag: for each sequence, the number of passes in which the draft model must read missing tokens before it
+            can draft. Ascending.
     """
 
     bucket: int
@@ -72,16 +73,16 @@ class StepContext:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Result of one step.
+    """Result of one decode step.
 
     Attributes:
-        k: number of drafts of the step.
-        bucket: number of rows that the launch covered.
-        accepted: number of accepted drafts, for each row that stepped and could draft.
+        k: number of draft tokens of the step.
+        bucket: number of batch slots that the launch covered.
+        accepted: number of accepted draft tokens, for each sequence that ran and could draft.
         seconds: time since the previous step. None if other work or a pause lay in between.
-        caught_up: number of catch-up passes of the draft since the previous step, if nothing else ran in between.
-            `seconds` includes them. None: there were none.
-        rows: number of rows that stepped. 0: it is `len(accepted)`.
+        caught_up: number of passes since the previous step in which the draft model read missing tokens. `seconds`
+            includes them. None: there were none.
+        rows: number of sequences that ran. 0: it is `len(accepted)`.
     """
 
     k: int
@@ -93,24 +94,24 @@ class Observation:
 
     @property
     def tokens(self) -> float:
-        """Mean number of tokens that a row emitted."""
+        """Mean number of tokens that a sequence emitted in the step."""
         return 1 + sum(self.accepted) / max(self.rows or len(self.accepted), 1)
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses k, the number of drafts of each step, for a scheduler, and receives the result of every step.
+    """Chooses k, the number of draft tokens of each step, for a scheduler, and receives the result of every step.
 
     Attributes:
-        few: number of rows that draft in the next step, if it has drafts. These are the rows with the fewest catch-up
-            passes. None: all rows.
+        few: number of sequences that draft in the next step, if k > 0. They are the sequences whose missing tokens the
+            draft model reads in the fewest passes. None: all sequences.
     """
 
     @property
     def few(self) -> int | None:
-        """Number of rows that draft in the next step. None: all."""
+        """Number of sequences that draft in the next step. None: all of them."""
 
     def choose(self, context: StepContext) -> int:
-        """Returns k of the next step. May be called several times before a launch."""
+        """Returns the number of draft tokens of the next step. May be called several times before a launch."""
 
     def observe(self, step: Observation) -> None:
         """Records the result of a step. Called in the order of the steps."""
@@ -118,13 +119,14 @@ class DraftLengthPolicy(Protocol):
 
 @dataclass(slots=True)
 class _Probe:
-    """A few steps with another k.
+    """A few steps with a k other than the chosen one, to measure that k.
 
     Attributes:
-        k: drafts of these steps.
-        rows, steps: numbers of row results and of steps that the probe still needs.
-        few: number of rows that draft in these steps. None: all.
-        spent: seconds lost on the probe so far, including the expected catch-up after it.
+        k: number of draft tokens of these steps.
+        rows: number of results that the probe still needs. A step gives one result for each sequence that can draft.
+        steps: number of steps that the probe still needs.
+        few: number of sequences that draft in these steps. None: all of them.
+        spent: seconds lost by the probe so far. Includes the expected time to resume drafting after it.
     """
 
     k: int
@@ -136,15 +138,18 @@ class _Probe:
 
 @dataclass(slots=True)
 class Controller:
-    """Chooses k of each step. It serves all calls with the same kind of steps, so a call uses earlier measurements.
+    """Chooses k, the number of draft tokens, of each step for num_speculative_tokens="auto".
+
+    One controller serves all calls with the same kind of steps, so a call uses the measurements of earlier calls.
 
     Args:
         ks: values that k may have, ascending from 0.
 
     Attributes:
-        acceptance, times: estimates from all observations.
+        acceptance: estimated probabilities of acceptance, from all observations.
+        times: estimated times of steps, from all observations.
         k: the chosen k, used in all steps except those of probes. None before the first choice.
-        made: number of steps made, by k.
+        made: k -> number of steps that had it.
     """
 
     ks: tuple[int, ...]
@@ -167,11 +172,20 @@ class Controller:
         self.acceptance = Acceptance.unknown(self.ks[-1])
 
     def know(self, seconds: Mapping[tuple[int, int], float]) -> None:
-        """Sets the seconds of steps by (bucket, k) that were measured separately, with no running rows."""
+        """Sets the times of steps that were measured separately, while no request was decoded.
+
+        Args:
+            seconds: (number of batch slots, k) -> seconds of a step.
+        """
         self.times.know(seconds)
 
     def learn(self, steps: Sequence[Observation], bucket: int) -> None:
-        """Adds observations of steps whose ks this controller has not chosen. Times of `bucket` rows are used."""
+        """Adds observations of steps for which another policy chose k.
+
+        Args:
+            steps: the observations.
+            bucket: number of batch slots. Only the times of steps that cover this number are used.
+        """
         taken: dict[int, list[float]] = {}
         for step in steps:
             if step.seconds is not None and step.caught_up is None and step.bucket == bucket:
@@ -181,20 +195,20 @@ class Controller:
         self.know({(bucket, k): statistics.median(seconds) for k, seconds in taken.items()})
 
     def forget(self) -> None:
-        """Resets all estimates, because another draft is used from now on. Keeps the counts of steps."""
+        """Resets all estimates, because another draft model is used from now on. Keeps `made`."""
         fresh = Controller(self.ks)
         fresh.made = self.made
         for name in self.__slots__:
             setattr(self, name, getattr(fresh, name))
 
     def begin(self) -> None:
-        """Begins a new call. Lowers the weight of earlier acceptance, because the new prompts may differ."""
+        """Begins a new call. Lowers the weight of earlier acceptance results, because the new prompts may differ."""
         self.acceptance.fade(_OLD_CALL)
         self._probe = None
         self._changed = self._seen
 
     def choose(self, context: StepContext) -> int:
-        """Returns k of the next step. Repeated calls without a new observation return the same k."""
+        """Returns the number of draft tokens of the next step. It changes only after a new observation."""
         if self._probe:
             return self._probe.k
         if self.k is None or self._due(context.bucket):
@@ -211,9 +225,10 @@ class Controller:
 
     @property
     def few(self) -> int | None:
-        """Number of rows that draft in the next step, if it drafts. None: all.
+        """Number of sequences that draft in the next step, if k > 0. None: all of them.
 
-        A probe of acceptance needs only a few rows. The draft then need not catch up in all other rows.
+        A probe that measures acceptance needs only a few sequences. The draft model then need not read the missing
+        tokens of the others.
         """
         return self._probe.few if self._probe else None
 
@@ -246,7 +261,11 @@ class Controller:
             self._probe.spent += step.seconds - step.tokens / self._rate(step.bucket, usual)
 
     def _due(self, bucket: int) -> bool:
-        """True if there are enough new observations to compare the ks again."""
+        """True if the values of k should be compared again, because of new observations or another batch size.
+
+        Args:
+            bucket: number of batch slots of the next step.
+        """
         news = self._seen - self._weighed
         close = self._seen - self._changed < _CLOSE
         return bucket != self._bucket or news >= (1 if close else _OFTEN)
@@ -261,7 +280,7 @@ class Controller:
             self.k, self._changed = best, self._seen
 
     def _value(self, k: int, context: StepContext) -> float:
-        """Returns the expected tokens per second of a row with this k, including the time to resume drafting."""
+        """Returns the expected tokens per second and sequence with this k. Includes the time to resume drafting."""
         rate = self._rate(context.bucket, k)
         passes = sum(context.draft_lag)
         if not k or not passes:
@@ -273,9 +292,9 @@ class Controller:
         return tokens_per_step(self.acceptance.survival(), k) / self.times.seconds(bucket, k)
 
     def _wanted(self, context: StepContext) -> _Probe | None:
-        """Returns the probe to make now.
+        """Returns the probe to begin now.
 
-        None if no probe is useful, or if it would cost more time than probes may use.
+        Returns None if no probe is useful, or if it would cost more time than probes may use.
         """
         found = self._of_drafting(context) if self.k == 0 else self._of_a_time(context)
         if found is None:
@@ -291,9 +310,9 @@ class Controller:
         return probe
 
     def _of_drafting(self, context: StepContext) -> tuple[_Probe, float] | None:
-        """Returns a probe that measures acceptance, and the seconds that it loses if no draft is accepted.
+        """Returns a probe that measures acceptance, and the seconds that it loses if no draft token is accepted.
 
-        None if drafting would not pay even with full acceptance, or if too few tokens remain.
+        Returns None if drafting would save no time even with full acceptance, or if too few tokens remain.
         """
         plain = self.times.seconds(context.bucket, 0)
         paying = [k for k in self.ks[1:] if (k + 1) * plain > _BETTER * self.times.seconds(context.bucket, k)]
@@ -312,7 +331,8 @@ class Controller:
     def _of_a_time(self, context: StepContext) -> tuple[_Probe, float] | None:
         """Returns a probe that times another k, and the seconds that it is expected to lose.
 
-        It is the fastest k for which `_worth_timing` is true. None if there is none, or if too few tokens remain.
+        The k is the fastest one for which `_worth_timing` is true. Returns None if there is no such k, or if too few
+        tokens remain.
         """
         assert self.k is not None, "a decision was made"
         bucket, ours = context.bucket, self._rate(context.bucket, self.k)
@@ -326,25 +346,25 @@ class Controller:
         return _Probe(k, 0, _TIMED_STEPS, spent=coming_back), max(lost, 0.0) + coming_back
 
     def _worth_timing(self, bucket: int, k: int, share: float) -> bool:
-        """True if k was not timed lately, and its expected speed is near that of the present k or above it.
+        """True if k was not timed lately and is expected to be about as fast as the chosen k, or faster.
 
         Args:
-            bucket: number of rows.
-            k: number of drafts.
-            share: expected speed with k, divided by that with the present k.
+            bucket: number of batch slots.
+            k: number of draft tokens of a step.
+            share: expected speed with k, divided by the expected speed with the chosen k.
         """
         age = self._seen - self._timed.get((bucket, k), -_STALE)
         near = share > (_NEAR if k else _PLAIN_NEAR) or (k == 0 and age > _STALE)
         return near and age >= (_TIE_STALE if share > _TIE else _STALE)
 
     def _end_probe(self) -> None:
-        """Subtracts the cost of the probe from the budget. The next call of `choose` compares the ks again."""
+        """Ends the probe, and subtracts its cost from the budget. The next `choose` compares all values of k again."""
         assert self._probe is not None, "it was seen to its end"
         self._budget -= max(self._probe.spent, 0.0)
         self._probe, self._looked, self._weighed, self._changed = None, True, -1, self._seen
 
     def why(self) -> str:
-        """Returns a text with the present choice and its reason."""
+        """Returns one line of text with the chosen k and the reason for it."""
         if self.k is None or not self.acceptance.seen:
             return "nothing was drafted yet"
         shown = self.k or self.ks[1]

@@ -1,6 +1,7 @@
-"""Estimates learned while decoding: probabilities of acceptance, and seconds of a step by (bucket, k).
+"""Estimates learned while decoding: probabilities of acceptance, and the time of a step.
 
-Plain arithmetic over observations; no torch, no clock, no randomness.
+The time is estimated for each (bucket, k): number of batch slots that the step covers, and number of draft tokens. This
+module uses no torch, no clock and no random numbers.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ _COST_OF_A_DRAFT = 0.2  # assumed time of a draft, in steps without drafts, if n
 
 @dataclass(slots=True)
 class Acceptance:
-    """Probabilities that draft 1, 2, .. is accepted if all drafts before it are accepted.
+    """Estimated probability that draft token j of a step is accepted if all draft tokens before it are accepted.
 
-    A draft does not depend on the number of drafts after it. So a step with any k gives evidence for all its k
-    positions. In a row that drafted fewer than k the missing drafts count as refused, because tokens per step are
-    compared.
+    A draft token does not depend on the number of draft tokens after it. So a step with k draft tokens gives evidence
+    for positions 1..k. If a sequence had fewer than k draft tokens, the missing ones count as rejected, because the
+    estimate is used to compare tokens per step.
 
     Attributes:
-        trials, hits: for each draft, the number of steps in which all drafts before it were accepted, and the number of
-            these in which it was accepted, too. Counts of old steps fade. The initial guess is included.
+        trials: for each position, the number of results in which all earlier draft tokens were accepted. A step gives
+            one result for each sequence. The weight of old results decreases. The initial guess is included.
+        hits: for each position, the number of these results in which its draft token was accepted, too.
         seen: True after the first observation.
     """
 
@@ -43,21 +45,21 @@ class Acceptance:
 
     @classmethod
     def unknown(cls, deepest: int) -> Acceptance:
-        """Returns the estimate before any observation, for up to `deepest` drafts."""
+        """Returns the estimate before any observation, for steps with up to `deepest` draft tokens."""
         guess = [1.0] + [0.0] * (deepest - 1)
         return cls([_GUESS_WEIGHT * one for one in guess], [_GUESS_WEIGHT * _FIRST_GUESS * one for one in guess])
 
     @property
     def weight(self) -> float:
-        """Total weight of the counts. The result of one row in one step adds 1."""
+        """Total weight of all results. The result of one sequence in one step adds 1."""
         return self.trials[0]
 
     def observe(self, k: int, accepted: Sequence[int]) -> None:
-        """Adds a step of k > 0 drafts.
+        """Adds the results of one step.
 
         Args:
-            k: number of drafts.
-            accepted: number of accepted drafts of each row.
+            k: number of draft tokens of the step, above 0.
+            accepted: number of accepted draft tokens of each sequence.
         """
         self.seen, self._survival = True, None
         kept = (1 - 1 / max(_MEMORY_ROWS, _MEMORY_STEPS * len(accepted))) ** len(accepted)
@@ -70,14 +72,14 @@ class Acceptance:
                 self.hits[j] += count > j
 
     def fade(self, weight: float) -> None:
-        """Scales the counts down to a weight of at most `weight` row results."""
+        """Lowers the weight of all earlier results together to at most `weight`, in results of one sequence."""
         if self.weight > weight:
             kept, self._survival = weight / self.weight, None
             self.trials = [value * kept for value in self.trials]
             self.hits = [value * kept for value in self.hits]
 
     def survival(self) -> list[float]:
-        """Returns for j = 1, 2, .. the probability that the first j drafts are all accepted."""
+        """Returns for each j = 1, 2, .. the probability that the first j draft tokens are all accepted."""
         if self._survival is None:
             self._survival = self._chances()
         return self._survival
@@ -93,32 +95,36 @@ class Acceptance:
 
 
 def tokens_per_step(survival: Sequence[float], k: int) -> float:
-    """Returns the expected number of tokens that a row emits in a step of k drafts.
+    """Returns the expected number of tokens that a sequence emits in a step with k draft tokens.
 
-    These are the accepted drafts and one token of the target.
+    They are the accepted draft tokens and one token of the target.
 
     Args:
         survival: result of `Acceptance.survival`.
-        k: number of drafts.
+        k: number of draft tokens of the step.
     """
     return 1.0 + sum(survival[:k])
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of a step by (bucket, k).
+    """Estimated seconds of a step for each (bucket, k).
 
-    seconds(bucket, k) = measured[bucket, k] * scale[bucket] * own[bucket, k]. `measured` is the time before any call.
-    `scale` is the factor by which all steps of a bucket have changed since then, for example by longer contexts or
-    other clocks. `own` is the factor by which one k differs from that. So steps with one k keep the estimates of all ks
-    up to date.
+    bucket is the number of batch slots that the step covers, and k is its number of draft tokens. The estimate is
+
+        seconds(bucket, k) = measured[bucket, k] * scale[bucket] * own[bucket, k]
+
+    `measured` is the time measured before any call. `scale` is the factor by which all steps of a bucket have become
+    slower since then, for example by longer contexts or lower clocks. `own` is a further factor for one k. So steps
+    with one k also update the estimates of all other ks.
 
     Attributes:
-        measured: seconds by (bucket, k), measured with no running rows; may be empty.
-        scale: factor by bucket.
-        own: factor by (bucket, k).
-        first: by (bucket, k), the first samples of the factor that is being estimated.
-        coming_back: ratio of the seconds of a catch-up pass to those of a draft pass.
+        measured: (bucket, k) -> seconds, measured while no request was decoded. May be empty.
+        scale: bucket -> factor.
+        own: (bucket, k) -> factor.
+        first: (bucket, k) -> first samples of the factor that is being estimated.
+        coming_back: seconds of a pass in which the draft model reads missing tokens, divided by the seconds of a pass
+            that makes a draft token.
     """
 
     measured: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -129,7 +135,11 @@ class StepTimes:
     _latest_scale: float = 1.0
 
     def know(self, measured: Mapping[tuple[int, int], float]) -> None:
-        """Sets measured times of steps. Drops earlier estimates of these steps."""
+        """Sets measured times of steps, and drops earlier estimates of these steps.
+
+        Args:
+            measured: (bucket, k) -> seconds.
+        """
         self.measured |= measured
         for bucket, k in measured:
             self.scale.pop(bucket, None)
@@ -137,17 +147,21 @@ class StepTimes:
             self.first.pop((bucket, k), None)
 
     def seconds(self, bucket: int, k: int) -> float:
-        """Returns the expected seconds of a step of `bucket` rows and k drafts."""
+        """Returns the expected seconds of a step with k draft tokens that covers `bucket` batch slots."""
         return self._base(bucket, k) * self._scale(bucket) * self._own(bucket, k)
 
     def observe(self, bucket: int, k: int, seconds: float, usual: int) -> None:
-        """Adds the time of one step.
+        """Updates the estimates with the measured time of one step.
+
+        A step with `usual` draft tokens changes `scale`, and so the estimates for all values of k. A step with another
+        k changes only the factor `own` of that k. The first few steps with `usual` draft tokens also change only `own`,
+        unless no other k was observed.
 
         Args:
-            bucket, k: numbers of rows and drafts of the step.
-            seconds: time of the step, with no other work in between.
-            usual: the k of most steps now. A time of this k changes `scale`, and so the estimates of all ks. A time of
-                another k changes only `own` of that k. So do the first samples of the usual k.
+            bucket: number of batch slots that the step covers.
+            k: number of draft tokens of the step.
+            seconds: time of the step alone, without other work.
+            usual: number of draft tokens of most steps at present.
         """
         first = self.first.setdefault((bucket, k), [])
         new, alone = len(first) < _SETTLED, all(key == (bucket, k) for key in self.first if key[0] == bucket)
@@ -165,27 +179,29 @@ class StepTimes:
             self.own[bucket, k] = after
 
     def samples(self, bucket: int, k: int) -> int:
-        """Returns the number of first samples of (bucket, k) that were taken, at most _SETTLED."""
+        """Returns the number of measured steps with this bucket and k, but at most `_SETTLED`."""
         return len(self.first.get((bucket, k), ()))
 
     def draft_pass(self, bucket: int, deepest: int) -> float:
-        """Returns the seconds of one draft pass over `bucket` rows.
+        """Returns the seconds of one pass of the draft model over `bucket` batch slots.
 
-        It is computed from the times of steps with `deepest` drafts and without drafts.
+        It is computed from the times of steps with `deepest` draft tokens and of steps without draft tokens.
         """
         return max(self.seconds(bucket, deepest) - self.seconds(bucket, 0), 0.0) / deepest
 
     def resume(self, bucket: int, deepest: int, passes: float) -> float:
-        """Returns the expected seconds in which the draft catches up. Waiting adds about one pass.
+        """Returns the expected seconds in which the draft model reads missing tokens before it drafts again.
+
+        The time is that of `passes` passes and of about one more, because other work waits meanwhile.
 
         Args:
             bucket, deepest: see `draft_pass`.
-            passes: number of catch-up passes.
+            passes: number of passes of the draft model.
         """
         return (1 + passes) * self.draft_pass(bucket, deepest) * self.coming_back
 
     def observe_resume(self, bucket: int, deepest: int, passes: float, seconds: float) -> None:
-        """Adds the measured seconds of one catch-up. For other arguments see `resume`."""
+        """Updates the estimate of `resume` with measured seconds. For the other arguments see `resume`."""
         expected = self.resume(bucket, deepest, passes)
         if expected > 0:
             self.coming_back *= min(max(seconds / expected, 0.25), 4.0) ** 0.5
@@ -195,7 +211,7 @@ class StepTimes:
         return self.scale.get(bucket, self._latest_scale)
 
     def _own(self, bucket: int, k: int) -> float:
-        """Returns `own` of (bucket, k). If there is none, returns that of k in another bucket, which is similar."""
+        """Returns the factor `own` of (bucket, k). If there is none, returns that of k in another bucket, or 1."""
         found = self.own.get((bucket, k))
         if found is not None:
             return found
@@ -203,9 +219,9 @@ class StepTimes:
         return others[-1] if others else 1.0
 
     def _base(self, bucket: int, k: int) -> float:
-        """Returns the measured seconds of (bucket, k) or of the nearest measured bucket.
+        """Returns the measured seconds of (bucket, k), or of k in the nearest bucket that was measured.
 
-        Without any measured bucket the result is in relative units.
+        If k was measured in no bucket, the unit is the time of a step without draft tokens, not seconds.
         """
         found = self.measured.get((bucket, k))
         if found is not None:

@@ -1,1 +1,1 @@
-"""Splits one model over several processes: who has which part, their exchanges, and the handling of failures."""
+"""Tensor parallelism: splits models over ranks, exchanges tensors between them, and handles failed ranks."""

@@ -43,7 +43,7 @@ class OverDevices:
             self._group()
 
     def describe(self) -> str:
-        """Describes the exchange for `explain`."""
+        """Describes how ranks exchange tensors, as a short text for `explain`."""
         if self.room is None:
             return f"NCCL in the graph, because {self._why}"
         prompts = "" if self._prompts else "; prompts by NCCL"

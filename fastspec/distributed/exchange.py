@@ -20,7 +20,7 @@ class Exchange(Protocol):
     """Collective operations between the ranks of a model. All ranks call them in the same order."""
 
     def describe(self) -> str:
-        """Describes the exchange for `explain`."""
+        """Describes how ranks exchange tensors, as a short text for `explain`."""
 
     def sum(self, partial: Tensor) -> Tensor:
         """Returns the sum of all ranks' `partial`, which are fp32 tensors of one shape."""
@@ -81,7 +81,7 @@ class RankSums:
         self._exchange = exchange
 
     def __call__(self, partial: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """Returns `Exchange.added` of the arguments."""
+        """Returns residual + the sum of all ranks' `partial` [+ bias]; see `Exchange.added`."""
         return self._exchange.added(partial, bias, residual)
 
     def room_for(self, elements: int) -> Room | None:
@@ -94,10 +94,10 @@ class RankSums:
 
 
 class Alone:
-    """Exchange for one rank, which has nothing to exchange."""
+    """Collective operations of a single rank, which need no communication."""
 
     def describe(self) -> str:
-        """Describes the exchange for `explain`."""
+        """Describes how ranks exchange tensors, as a short text for `explain`."""
         return "none: one rank"
 
     def sum(self, partial: Tensor) -> Tensor:
@@ -118,13 +118,13 @@ class Alone:
 
 
 class OverHosts:
-    """Exchange of CPU tensors by gloo."""
+    """Collective operations on CPU tensors, by gloo."""
 
     def __init__(self, world: World) -> None:
         self._world = world
 
     def describe(self) -> str:
-        """Describes the exchange for `explain`."""
+        """Describes how ranks exchange tensors, as a short text for `explain`."""
         return "gloo: partial sums gathered in fp32, added as one tree"
 
     def sum(self, partial: Tensor) -> Tensor:

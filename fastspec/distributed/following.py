@@ -1,4 +1,4 @@
-"""Sends requests from rank 0 to the other ranks as JSON: those that join and leave before each step.
+"""Tells the other ranks as JSON which requests join or leave the batch of rank 0 before each step.
 
 All ranks have the same requests and schedule them equally. Only rank 0 has callers that wait for tokens.
 """
@@ -29,7 +29,7 @@ from fastspec.scheduling.requests import PreparedCall, Request, requests_of
 
 
 class RequestNumbers:
-    """Numbers of the requests that have not ended.
+    """Assigns numbers to requests, by which ranks name them in messages.
 
     All ranks assign the same number to a request, because requests join in the same order on each.
     """
@@ -40,7 +40,7 @@ class RequestNumbers:
         self._requests: dict[int, Request] = {}
 
     def add(self, request: Request) -> None:
-        """Gives the next number to a request that joins."""
+        """Assigns the next number to a request that joins the batch."""
         self._of[request], self._requests[self._next] = self._next, request
         self._next += 1
 
@@ -121,7 +121,7 @@ def check_tokenizer_is_stored(tokenizer: object, stored: object) -> None:
 
 
 def follow(ranks: Ranks, loop: Loop, reader: Reader, numbers: RequestNumbers) -> None:
-    """Makes the same steps as rank 0, until rank 0 closes its generator.
+    """Repeats the steps of rank 0 on this rank, until rank 0 closes its generator.
 
     Args:
         ranks: ranks of the generator.
@@ -171,7 +171,7 @@ class Reader:
     """Makes requests from the messages of rank 0.
 
     Args:
-        max_length: limit of tokens of a row.
+        max_length: largest number of tokens of prompt and output together.
         choose: returns the DraftChoice for the options of a call.
         tokenizer: loads the target's tokenizer.
         grammars: grammars over the target's vocabulary.
@@ -187,7 +187,7 @@ class Reader:
         self._max_length, self._choose, self._tokenizer, self._grammars = max_length, choose, tokenizer, grammars
 
     def read(self, text: str, numbers: RequestNumbers) -> list[Message]:
-        """Parses the messages of a turn. Gives numbers to requests that join."""
+        """Parses the messages that rank 0 sent before a step. Assigns numbers to requests that join the batch."""
         return [self._message(each, numbers) for each in json.loads(text)]
 
     def _message(self, entry: Any, numbers: RequestNumbers) -> Message:

@@ -83,7 +83,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """True on rank 0, which alone prints progress."""
+        """True on rank 0. Only rank 0 prints progress."""
         return self.world.rank == 0
 
     def device(self, asked: Any) -> Any:
@@ -212,7 +212,7 @@ class Ranks:
             self.world.check()
 
     def close(self) -> None:
-        """Ends the monitor of this rank."""
+        """Ends the heartbeat thread of this rank."""
         self.world.close()
 
     def describe(self, share: RankShare | None, whole_head: str) -> str:

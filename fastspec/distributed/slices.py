@@ -26,15 +26,15 @@ class Sizes(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Rows of the head."""
+        """Number of rows of the LM head."""
 
     @property
     def num_heads(self) -> int:
-        """Query heads of a layer. 0: attention is not split."""
+        """Number of query heads of a layer. 0: attention is not split over ranks."""
 
     @property
     def num_kv_heads(self) -> int:
-        """Key and value heads of a layer."""
+        """Number of key heads of a layer, and of value heads."""
 
     @property
     def divided(self) -> Mapping[str, int]:

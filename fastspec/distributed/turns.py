@@ -38,11 +38,11 @@ class Turns:
         )
 
     def begin(self) -> None:
-        """Tells rank 0 that this rank follows."""
+        """Tells rank 0 that this rank has begun to read the log."""
         self._store.set(f"follows/{self._world.rank}", "")
 
     def tell(self, text: str) -> None:
-        """Appends a text to the log.
+        """Appends a text to the log, for all other ranks.
 
         Raises:
             RankFailed: a rank has failed.

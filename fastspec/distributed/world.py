@@ -98,7 +98,7 @@ class World:
         return [bytes(each[: int(length)].tolist()) for each, length in zip(found, lengths, strict=True)]
 
     def share_number(self, number: float) -> float:
-        """Returns rank 0's number on every rank."""
+        """Sends the `number` of rank 0 to all ranks, and returns it. All ranks call it."""
         if self.size == 1:
             return number
         words = self.gather(torch.tensor(list(struct.pack("<d", number)), dtype=torch.uint8, device="cpu"), STARTING)
@@ -106,7 +106,7 @@ class World:
         return float(shared)
 
     def share_seconds(self, seconds: float | None) -> float | None:
-        """Returns the time that rank 0 measured, so that all ranks decide equally. None if rank 0 measured none."""
+        """Returns the `seconds` of rank 0 on all ranks, so that they decide equally. None if rank 0 passed None."""
         if self.size == 1:
             return seconds
         shared = self.share_number(-1.0 if seconds is None else seconds)

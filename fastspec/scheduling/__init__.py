@@ -1,1 +1,1 @@
-"""Scheduling of calls and requests: when each prompt and step runs, with how many drafts, and in which thread."""
+"""Scheduling of requests: when each prefill and decode step runs, with how many draft tokens, and in which thread."""

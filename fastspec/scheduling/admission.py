@@ -1,6 +1,6 @@
-"""Writes a request into a row of the state, and sends draft tokens and masks to rows with a grammar.
+"""Writes requests into batch slots on the device, and sends draft tokens and token masks to slots with a grammar.
 
-The host never waits for the device here.
+A row is a batch slot: one index of the tensors of `DecodeState`. No function here makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ def fill_prompt(
     stop_ids: tuple[int, ...],
     draft_length: int = 0,
 ) -> None:
-    """Writes the fields of a row that prefill passes read, and its stop ids.
+    """Writes the prompt, KV cache pages and stop ids of a request into a batch slot, before its prefill.
 
-    The row idles until its prompt is prefilled.
+    Decode steps skip the slot until its prompt is prefilled.
 
     Args:
-        state, row: the row to write to.
-        prompt: token ids.
-        pages: its pages of the KV cache.
-        stop_ids: token ids that end the row.
-        draft_length: number of first positions whose draft K/V are already in the row's pages.
+        state: decode state to write to.
+        row: index of the batch slot.
+        prompt: token ids of the prompt.
+        pages: indices of the request's KV cache pages.
+        stop_ids: token ids that end the request.
+        draft_length: number of first prompt positions whose K/V of the draft model are already in these pages.
     """
     padded = [*stop_ids, *[-1] * (MAX_STOP_IDS - len(stop_ids))]
     filled = send([*padded, *pages, *prompt], torch.int64, state.lengths.device)
@@ -55,13 +56,13 @@ def fill_prompt(
 
 @dataclass(frozen=True, slots=True)
 class NewRow:
-    """A row whose prompt is being prefilled.
+    """A request that has just got a batch slot.
 
     Attributes:
-        row: index of the row.
-        prompt_length: number of tokens of the prompt.
-        limit: largest length of the row, in tokens.
-        options: options of the row.
+        row: index of the batch slot.
+        prompt_length: number of prompt tokens.
+        limit: largest number of tokens of prompt and output together.
+        options: sampling options of the request.
     """
 
     row: int
@@ -71,13 +72,15 @@ class NewRow:
 
 
 def fill_options(state: DecodeState, rows: Sequence[NewRow], sampler: str) -> None:
-    """Writes the fields that steps read of new rows. One copy on the device writes a field of all these rows.
+    """Writes the sampling options and limits of new requests into their batch slots, where decode steps read them.
+
+    Each field is written for all the requests with one copy on the device.
 
     Args:
-        state: state of the rows.
-        rows: the new rows, at least one.
-        sampler: sampler kind of their steps. Biases and counts are written only for FULL, because GREEDY does not read
-            them.
+        state: decode state to write to.
+        rows: the new requests, at least one.
+        sampler: sampler of the decode steps, FULL or GREEDY. Logit biases and token counts are written only for FULL,
+            because GREEDY does not read them.
     """
     numbers = [_numbers(each, state.draft_tokens.shape[1]) for each in rows]
     places = send([each.row for each in rows], torch.int64, state.lengths.device)
@@ -92,7 +95,7 @@ def fill_options(state: DecodeState, rows: Sequence[NewRow], sampler: str) -> No
 
 
 def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
-    """Returns {field of `DecodeState`: its number} for a new row."""
+    """Returns {name of a `DecodeState` field: value to write} for the batch slot of a new request."""
     options = new.options
     return {
         "limits": new.limit,
@@ -108,12 +111,13 @@ def _numbers(new: NewRow, max_drafts: int) -> dict[str, float]:
 
 
 def fill_texts(state: DecodeState, row: int, prediction: tuple[int, ...], owner: int) -> None:
-    """Writes the texts from which a row's drafts may be looked up.
+    """Writes the user's prediction, and the group of earlier answers, in which a request's draft tokens are looked up.
 
     Args:
-        state, row: the row to write to.
-        prediction: token ids of the row's prediction. (): it has none.
-        owner: number of the requests whose earlier answers the row may use, see `Suffix.owner_of`.
+        state: decode state to write to.
+        row: index of the request's batch slot.
+        prediction: token ids of the text that the user predicts. Empty: there is no prediction.
+        owner: number of the group of earlier answers that the request may use, see `Suffix.owner_of`.
     """
     if prediction:
         state.prediction[row, : len(prediction)] = send(list(prediction), torch.int64, state.lengths.device)
@@ -126,13 +130,14 @@ def _fill(state: DecodeState, row: int, numbers: Mapping[str, float]) -> None:
 
 
 def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: int = RUNNING) -> None:
-    """Queues the copy of draft tokens and masks to the device, and lets the rows run.
+    """Queues a copy of grammar draft tokens and token masks to the device, and makes their batch slots run again.
 
     Args:
-        state: state of the rows.
-        steps: row -> its draft tokens and masks.
-        k: number of drafts of the step; further draft tokens of a row are dropped.
-        ready: new value of the rows' `finish`: RUNNING, or PREFILLED if the next step is `first_token_step`.
+        state: decode state to write to.
+        steps: index of a batch slot -> its draft tokens and masks for the next decode step.
+        k: number of draft tokens of that step. Further draft tokens of a slot are dropped.
+        ready: value written to `DecodeState.finish` of these slots. RUNNING for a decode step. PREFILLED if the next
+            step is a `first_token_step`.
     """
     places, words = k + 1, state.masks.shape[2]
     packed = np.full((len(steps), 2 + k + places * words), ALL, dtype=np.int32)
@@ -151,12 +156,21 @@ def allow(state: DecodeState, steps: Mapping[int, GrammarStep], k: int, ready: i
 
 
 def draft_limit(options: RowOptions, max_drafts: int) -> int:
-    """Returns the largest number of drafts that a row may use in a step of at most `max_drafts` drafts."""
+    """Returns the largest number of draft tokens per step for a request with these options, at most `max_drafts`."""
     return max_drafts if options.draft_limit is None else min(options.draft_limit, max_drafts)
 
 
 def fill_tables(state: DecodeState, row: int, prompt_length: int, options: RowOptions) -> None:
-    """Writes the biases and counts of a row that has emitted nothing, or whose options do not read counts."""
+    """Writes the logit biases, zero output-token counts and the set of prompt tokens of a request into its batch slot.
+
+    The request must have no output tokens yet, or its options must not use the counts.
+
+    Args:
+        state: decode state to write to.
+        row: index of the batch slot.
+        prompt_length: number of prompt tokens.
+        options: sampling options of the request.
+    """
     prompt = state.tokens[row, :prompt_length]
     state.output_counts[row].zero_()
     state.in_prompt[row].zero_().index_fill_(0, prompt, True)

@@ -1,4 +1,4 @@
-"""Warns after a call whose drafts cost more time than they saved."""
+"""Warns after a call whose draft tokens cost more time than they saved."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from fastspec.shapes import GREEDY
 
 
 def advice_on_drafts(stats: Stats, settings: Settings, loop: Loop, drafting: DraftPlan) -> str | None:
-    """Returns a warning if the drafts of a call cost more time than they saved.
+    """Returns a warning if the draft tokens of a call cost more time than they saved.
 
-    None: they saved time, or it cannot be judged now. The cost of a draft model is estimated by its weight bytes. For
-    lookup a plain step and a step with drafts are timed, once for each number of rows. This is left out with CUDA
-    graphs, because a captured step takes about the same time with a few more tokens.
+    Returns None if they saved time, or if this cannot be judged now.
+    The cost of a draft model is estimated from the bytes of its weights. The cost of lookup drafting is measured: one
+    step without draft tokens and one step with them are timed, once for each batch size. With CUDA graphs it is not
+    measured, because a captured step takes about the same time with a few more tokens.
 
     Args:
-        stats: counts of the call.
+        stats: statistics of the call.
         settings: settings of the generator.
-        loop: runs the measurement, if no other call runs.
-        drafting: its controller of greedy steps keeps the measured times.
+        loop: loop of the generator. It is measured only if no other call runs.
+        drafting: plan whose controller of greedy steps stores the measured times.
     """
     if advice := break_even_advice(stats, settings.layout):
         return advice

@@ -1,13 +1,17 @@
-"""Measures drafting on given prompts: runs every k, times its parts, and names the part that limits the speedup.
+"""Measures speculative decoding on given prompts with every k, the number of draft tokens per step.
 
-A step of k drafts gives a row tokens(k) = 1 + S_1 + .. + S_k tokens. S_j is the probability that the first j drafts are
-all accepted, measured for each position. (If every draft is accepted with the same probability a, tokens(k) is (1 -
-a^(k+1)) / (1 - a): Leviathan et al., arXiv 2211.17192, section 3.3.) The speedup of a k is predicted by
+Times the parts of a step, and names the part that limits the speedup.
+
+A step with k draft tokens emits tokens(k) = 1 + S_1 + .. + S_k tokens per sequence on average. S_j is the measured
+probability that the first j draft tokens are all accepted. (If every draft token is accepted with the same
+probability a, tokens(k) is (1 - a^(k+1)) / (1 - a): Leviathan et al., arXiv 2211.17192, section 3.3.)
+The speedup of a k is predicted by
 
     tokens(k) / (drafting(k) + scoring(k) + rest) * plain step,  rest = plain step - scoring(0)
 
-from the acceptance at the largest k, and from separate timings of the draft's and the target's passes. If the measured
-speedup is lower, something else in the step grows with k.
+drafting(k) and scoring(k) are the times of the draft model's passes and of the target's pass, measured separately.
+"plain step" is the time of a step without draft tokens. S_j is measured at the largest k.
+If the measured speedup is lower than the predicted one, another part of the step takes longer with larger k.
 """
 
 from __future__ import annotations
@@ -38,18 +42,18 @@ _COLUMNS = ("k", "step ms", "draft ms", "score ms", "rest ms", "tokens/step", "p
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Measurements of one k.
+    """Measurements of one k, the number of draft tokens per step.
 
     Attributes:
-        k: drafts of a step; 0 is plain decoding.
+        k: number of draft tokens per step. 0: plain decoding without draft tokens.
         steps: number of timed steps.
         step_seconds: median time of a whole step of the scheduler.
-        draft_seconds: time of its k draft passes together, or of the lookup if there is no draft model.
-        score_seconds: time of the target's pass over k + 1 tokens per row.
-        tokens: measured tokens that a step emits per row.
-        predicted_tokens: the same, predicted from acceptance at the largest k.
-        predicted: speedup over plain decoding, from predicted_tokens and the times of the parts.
-        measured: speedup over plain decoding: tokens / step_seconds, divided by that of k = 0.
+        draft_seconds: time of drafting in a step: k passes of the draft model, or one lookup if there is no model.
+        score_seconds: time of the target's pass over k + 1 tokens per sequence.
+        tokens: measured mean number of tokens that a step emits per sequence.
+        predicted_tokens: value predicted for `tokens` from the acceptance at the largest k.
+        predicted: predicted speedup over k = 0, computed from predicted_tokens and the times of the parts.
+        measured: measured speedup over k = 0: tokens / step_seconds, divided by the same ratio of k = 0.
     """
 
     k: int
@@ -64,20 +68,21 @@ class Trial:
 
     @property
     def rest_seconds(self) -> float:
-        """Seconds of a step except drafting and scoring: verification, commit, and waiting for the host."""
+        """Seconds of a step without drafting and scoring: verification, commit of accepted tokens, and host time."""
         return max(self.step_seconds - self.draft_seconds - self.score_seconds, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Result of `FastSpecGenerator.calibrate`. str() gives a table and a verdict.
+    """Result of `FastSpecGenerator.calibrate`. str() gives a table, the best k, and what limits the speedup.
 
     Attributes:
         device: name of the generator's device.
-        rows: number of rows that decoded at once.
-        trials: measurements of each k, ascending from 0.
-        survival: probability that the first 1, 2, .. drafts are all accepted.
-        draft_format: draft format that draft_quantization="auto" chose, and the reason. None if it chose none.
+        rows: number of sequences that were decoded at once.
+        trials: measurements of each k (number of draft tokens per step), ascending from k = 0.
+        survival: element j - 1 is the probability that the first j draft tokens of a step are all accepted.
+        draft_format: weight format that draft_quantization="auto" chose for the draft, with the reason. None: it chose
+            no format.
     """
 
     device: str
@@ -88,22 +93,22 @@ class Calibration:
 
     @property
     def best(self) -> int:
-        """Returns the k with the largest measured speedup."""
+        """Number of draft tokens per step (k) with the largest measured speedup."""
         return max(self.trials, key=lambda trial: trial.measured).k
 
     @property
     def limit(self) -> str:
-        """Largest cause of lost speed: "acceptance", "draft", "scoring" or "overhead"."""
+        """Cause that loses the most speed: "acceptance", "draft", "scoring" or "overhead"."""
         losses = self._losses()
         return max(losses, key=lambda cause: losses[cause])
 
     @property
     def draft_pass_seconds(self) -> float:
-        """Seconds of one draft pass: the mean over the passes of the largest k."""
+        """Mean seconds of one pass of the draft model, measured at the largest k."""
         return self.trials[-1].draft_seconds / self.trials[-1].k
 
     def __str__(self) -> str:
-        """Formats the table, and below it the best k and its largest cause of lost speed."""
+        """Formats the measurements as a table, followed by the best k and what limits its speedup."""
         cells = [list(_COLUMNS), *map(_cells, self.trials)]
         widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
         table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
@@ -114,7 +119,7 @@ class Calibration:
         )
 
     def words(self) -> list[str]:
-        """Returns sentences with the best k and its largest cause of lost speed."""
+        """Returns sentences that name the best k, what limits its speedup, and the draft format if "auto" chose one."""
         best = next(trial for trial in self.trials if trial.k == self.best)
         if best.k:
             first = f"best: k = {best.k}, {best.measured:.2f}x plain decoding"
@@ -125,13 +130,14 @@ class Calibration:
         return [first, f"what limits it: {self._in_words(self.limit)}", *form]
 
     def _shown(self) -> Trial:
-        """Returns the trial of the fastest k above 0."""
+        """Returns the measurements of the k above 0 with the largest measured speedup."""
         return max(self.trials[1:], key=lambda trial: trial.measured)
 
     def _losses(self) -> dict[str, float]:
-        """Returns {cause: lost speed} of the fastest k above 0. A loss is the logarithm of a factor.
+        """Returns {cause: lost speed} for the k above 0 with the largest measured speedup.
 
-        Without any loss a step would emit k + 1 tokens in the time of a step without drafts.
+        The lost speed is the natural logarithm of a slowdown factor, 0 if nothing is lost. Without any loss, a step
+        would emit k + 1 tokens per sequence in the time of a step without draft tokens.
         """
         plain, shown = self.trials[0], self._shown()
         costs = {
@@ -176,44 +182,50 @@ class Calibration:
 
 @dataclass(slots=True)
 class FixedPolicy:
-    """Policy with a fixed k that records the steps."""
+    """Draft length policy that always chooses the same k and records every step.
+
+    Attributes:
+        k: number of draft tokens per step.
+        steps: recorded steps.
+        few: number of sequences that draft. None: all of them.
+    """
 
     k: int
     steps: list[Observation] = field(default_factory=list)
     few: int | None = None
 
     def choose(self, context: StepContext) -> int:
-        """Returns k."""
+        """Returns the fixed number of draft tokens per step."""
         return self.k
 
     def observe(self, step: Observation) -> None:
-        """Records the step."""
+        """Records a finished decode step."""
         self.steps.append(step)
 
     def seconds(self, bucket: int) -> list[float]:
-        """Returns the seconds of the undisturbed steps over `bucket` rows."""
+        """Returns the times of the steps that cover `bucket` batch slots, without steps whose time was disturbed."""
         timed = [step for step in self.steps if step.bucket == bucket and step.caught_up is None]
         return [step.seconds for step in timed if step.seconds is not None]
 
     @property
     def accepted(self) -> list[int]:
-        """Returns the number of accepted drafts of every row in every step."""
+        """Number of accepted draft tokens of every sequence that could draft, in every step, as one list."""
         return [count for step in self.steps for count in step.accepted]
 
 
 def calibrate(
     scheduler: Scheduler, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
 ) -> Calibration:
-    """Runs the requests with every k of `choice`, and times drafting and scoring separately.
+    """Decodes the requests with every k of `choice`, and times drafting and scoring separately.
 
     Args:
         scheduler: scheduler whose engine has captured the steps of `choice`.
-        requests: requests of a call. Copies of them are run.
-        stop_ids: token ids that end a row.
-        choice: ks to run. Its controller gets the measurements.
+        requests: requests of a call. Copies of them are decoded.
+        stop_ids: token ids that end a request.
+        choice: numbers of draft tokens per step (k) to try. Its controller, if there is one, gets the measurements.
 
     Raises:
-        ValueError: the texts end too early to time a step.
+        ValueError: the outputs end too early to time a step.
     """
     engine = scheduler.engine
     runs = {k: FixedPolicy(k) for k in choice.ks}
@@ -237,17 +249,23 @@ def calibrate(
 
 
 def again(requests: list[Request]) -> list[Request]:
-    """Returns new requests with the same prompts, limits and options, and without output."""
+    """Returns new requests with the prompts, length limits and options of `requests`, and without output tokens."""
     return [Request(request.prompt, request.max_new_tokens, request.options) for request in requests]
 
 
 def _parts(
     scheduler: Scheduler, requests: list[Request], choice: DraftChoice, bucket: int
 ) -> dict[int, tuple[float, float]]:
-    """Times drafting and scoring while rows are in the middle of their texts.
+    """Times drafting and scoring for every k of `choice`, while the requests are being decoded.
+
+    Args:
+        scheduler: scheduler that decodes copies of the requests.
+        requests: requests of a call.
+        choice: numbers of draft tokens per step (k) to time.
+        bucket: number of batch slots that a step covers.
 
     Returns:
-        {k: (drafting, scoring)}, both in seconds.
+        {k: (seconds of drafting, seconds of scoring)}.
     """
     engine = scheduler.engine
     rows = again(requests)[: engine.state.batch]
@@ -267,9 +285,9 @@ def _parts(
 
 
 def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, float]:
-    """Returns the seconds of drafting and of scoring. Each is run alone over the first `rows` rows; no row advances.
+    """Returns (seconds of drafting, seconds of scoring) of a step of this shape over the first `rows` batch slots.
 
-    With graphs, each part is captured as one graph.
+    Each part runs alone, several times, and no sequence advances. With CUDA graphs, each part is captured as one graph.
     """
     modules, view = engine.modules, engine.state.rows(0, rows)
     bodies: dict[str, Callable[[], object]] = {"score": lambda: score(modules, view, shape)}
@@ -284,7 +302,7 @@ def _part_seconds(engine: Engine, rows: int, shape: StepShape) -> tuple[float, f
 
 
 def _forget(part: Callable[[], object]) -> None:
-    """Runs a part and ignores its result."""
+    """Calls `part` and drops its result."""
     part()
 
 

@@ -1,4 +1,4 @@
-"""Chooses the number of drafts of a call's steps: a fixed number, or a controller that chooses in each step."""
+"""Chooses k, the number of draft tokens per step, for a call: a fixed k, or a controller that adapts it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _FIXED_K_NOTE = (
 
 @dataclass(frozen=True, slots=True)
 class DraftChoice:
-    """Numbers of drafts that the steps of one call may have.
+    """Numbers of draft tokens that the decode steps of one call may have.
 
     Attributes:
-        k: number of drafts per row in every step; with a controller: upper limit.
-        ks: numbers of drafts that a step may have; contains 0 if a row has opted out of drafting.
-        sampler: sampler kind of the steps.
-        top_logprobs: see StepShape.
-        controller: chooses among `ks`. None: every step has k.
-        note: value of `Stats.auto`; None without "auto".
-        grammars: values of `StepShape.grammars` that its steps may have.
-        processed: see StepShape.
+        k: number of draft tokens per sequence in every step. With a controller: the largest number.
+        ks: all numbers of draft tokens that a step may have. Contains 0 if a request has opted out of drafting.
+        sampler: sampler of the steps, see `StepShape`.
+        top_logprobs: see `StepShape`.
+        controller: chooses one of `ks` in each step. None: every step has k draft tokens.
+        note: text for `Stats.auto`. None: the call does not use "auto".
+        grammars: values of `StepShape.grammars` that the steps may have.
+        processed: see `StepShape`.
     """
 
     k: int
@@ -43,14 +43,14 @@ class DraftChoice:
 
 @dataclass(slots=True)
 class DraftPlan:
-    """Numbers of drafts that a generator supports, and the controllers that choose k for its calls.
+    """Numbers of draft tokens that a generator supports, and the controllers that choose k for its calls.
 
     Attributes:
-        auto: True if calls without num_speculative_tokens are "auto".
-        max_drafts: largest number of drafts of a step.
-        verification: rule that accepts or refuses drafts.
-        controllers: controllers by (sampler kind, top_logprobs, processed). Steps that differ in these differ in time
-            and acceptance.
+        auto: True if calls that do not set num_speculative_tokens use "auto".
+        max_drafts: largest number of draft tokens per step.
+        verification: rule by which draft tokens are accepted or rejected.
+        controllers: (sampler, top_logprobs, processed) -> controller of such steps. These three change the time of a
+            step and the acceptance of draft tokens.
     """
 
     auto: bool
@@ -60,17 +60,17 @@ class DraftPlan:
 
     @property
     def default(self) -> int | str:
-        """num_speculative_tokens of calls that do not set it."""
+        """Value of num_speculative_tokens for calls that do not set it: "auto" or the largest number."""
         return AUTO if self.auto else self.max_drafts
 
     def check(self, asked: int | None) -> int:
-        """Returns the number of drafts per step for a call's num_speculative_tokens.
+        """Returns the number of draft tokens per step that a call asks for.
 
         Args:
-            asked: the value that the call sets. None: the largest.
+            asked: num_speculative_tokens of the call. None: it is not set, so the largest number is returned.
 
         Raises:
-            ValueError: more than `max_drafts`.
+            ValueError: `asked` is more than `max_drafts`.
         """
         if asked is None:
             return self.max_drafts
@@ -83,7 +83,7 @@ class DraftPlan:
         return asked
 
     def for_call(self, chosen: Options) -> DraftChoice:
-        """Chooses the numbers of drafts of a call.
+        """Chooses the numbers of draft tokens that the steps of a call may have.
 
         Args:
             chosen: options of the call.
@@ -105,7 +105,7 @@ class DraftPlan:
         return replace(choice, grammars=(GRAMMAR_ONLY,) if alone else (None, *GRAMMARS))
 
     def _without_grammars(self, chosen: Options) -> DraftChoice:
-        """Chooses the numbers of drafts of a call as if no row had a grammar."""
+        """Chooses the numbers of draft tokens of a call as if none of its requests had a grammar."""
         sampler = GREEDY if chosen.plain else FULL
         k = self.check(chosen.num_speculative_tokens)
         for row in chosen.rows:
@@ -122,27 +122,27 @@ class DraftPlan:
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Numbers of drafts from which "auto" chooses."""
+        """Numbers of draft tokens per step among which "auto" chooses, ascending."""
         return ladder(self.max_drafts)
 
     def controller(self, sampler: str, top_logprobs: int | None, *, processed: bool = False) -> Controller:
-        """Returns the controller for calls with this sampler kind and these log-probabilities.
+        """Returns the controller for calls with this sampler and these log-probabilities, see `controllers`.
 
-        It is created on first use, and exists as long as the generator.
+        A controller is created on first use, and exists as long as the generator.
         """
         key = (sampler, top_logprobs, processed)
         # setdefault, because any thread may call this
         return self.controllers.get(key) or self.controllers.setdefault(key, Controller(self.ks))
 
     def for_warmup(self, asked: int | str | None, sampler: str) -> DraftChoice:
-        """Chooses the steps that `warmup` captures: those of a call without further options, and steps without drafts.
+        """Chooses the steps that `warmup` captures, with and without draft tokens, for calls with default options.
 
         Args:
-            asked: num_speculative_tokens of such calls. None: the generator's default.
-            sampler: sampler kind of such calls.
+            asked: num_speculative_tokens of these calls. None: the generator's default.
+            sampler: sampler of these calls, one of `SAMPLERS`.
 
         Raises:
-            ValueError: `asked` is not a number of drafts or is above `max_drafts`, or the sampler is unknown.
+            ValueError: `asked` is not a number of draft tokens or is above `max_drafts`, or the sampler is unknown.
         """
         if sampler not in SAMPLERS:
             raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {sampler!r}")
@@ -154,7 +154,9 @@ class DraftPlan:
         return DraftChoice(k, tuple(sorted({0, k})), sampler, None)
 
     def for_calibration(self, chosen: Options) -> DraftChoice:
-        """Chooses every k, to be measured. The controller of such calls gets the measurements.
+        """Chooses all numbers of draft tokens, for `calibrate` to measure.
+
+        The result has the controller that gets the measurements.
 
         Args:
             chosen: options of the call.
@@ -178,7 +180,7 @@ class DraftPlan:
         return DraftChoice(self.max_drafts, self.ks, sampler, None, self.controller(sampler, None), AUTO)
 
     def describe(self) -> list[str]:
-        """Returns a line for every kind of call for which "auto" has chosen k."""
+        """Returns a line for each controller in use: its choice of k, the reason, and its number of steps by k."""
         lines = []
         for (sampler, recorded, _), controller in self.controllers.items():
             if not controller.made and not self.auto:

@@ -1,8 +1,8 @@
-"""Trial of a draft's weight format, a part of `calibrate`: compares the rounded draft with the draft as it is stored.
+"""Compares a quantised draft model with its original weights, as a part of `calibrate`, and keeps the faster one.
 
-A draft with fewer bits has faster passes, but fewer of its tokens are accepted. How many fewer depends on the prompts.
-So the prompts are continued in alternating turns with the rounded draft and with the stored one, which is loaded again.
-The draft that gives more tokens per second is kept, the other is freed. The text is the same with both.
+A draft model with fewer bits per weight is faster, but fewer of its tokens are accepted. How many fewer depends on the
+prompts. So the original weights are loaded from the checkpoint again. Both drafts then continue the prompts in turn.
+The draft that gives more tokens per second is kept, and the other one is freed. The output text is the same with both.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _DRAFTS: Final = 4  # drafts per step, if k is chosen while decoding
 
 @dataclass(slots=True)
 class DraftRate:
-    """Speed of one draft in a trial.
+    """Measured decoding speed with one draft model.
 
     Attributes:
-        tokens: tokens that a step emits per row.
-        seconds: time of a step.
+        tokens: mean number of tokens that a step emits per sequence.
+        seconds: median time of a step.
     """
 
     tokens: float
@@ -51,24 +51,24 @@ class DraftRate:
 
     @property
     def rate(self) -> float:
-        """Tokens per second of a row."""
+        """Tokens per second and sequence."""
         return self.tokens / self.seconds
 
 
 @dataclass(slots=True, eq=False)
 class FormatTrial:
-    """Compares a rounded draft with the same draft in its stored format, and keeps the faster one.
+    """Compares a draft model that "auto" has quantised with its original weights, and keeps the faster one.
 
     Args:
-        draft: checkpoint of the loaded draft. "auto" chose its format `rounded`.
+        draft: checkpoint of the loaded draft. Its `rounded` is the format to which "auto" quantised the weights.
         dtype: dtype of the draft's activations.
-        released: True if the tensors of a draft that was given as a loaded model were released. It cannot be read
-            again then.
+        released: True if the draft was given as a loaded model and its tensors were freed. Its original weights cannot
+            be loaded again then.
 
     Attributes:
-        draft: checkpoint of the draft as it is loaded now; its `stored` describes the result.
-        found: short description of the result; empty before the first trial.
-        decided: True if the format is settled. There is no trial then.
+        draft: checkpoint of the draft as it is loaded now. Its `stored` describes the result in words.
+        found: short description of the result. Empty before the first comparison.
+        decided: True if the format is final, so that no comparison follows.
     """
 
     draft: Checkpoint
@@ -84,11 +84,11 @@ class FormatTrial:
         self._say("not compared yet with the stored draft: calibrate() does that")
 
     def __str__(self) -> str:
-        """Describes the format of the draft, and the reason."""
+        """Returns the weight format of the draft and the reason for it, as one line."""
         return f"{self.draft.rounded or AS_STORED}: {self.found or 'not tried yet'}"
 
     def forgo(self, why: str) -> None:
-        """Keeps the draft in its format without a trial.
+        """Keeps the present weight format of the draft without a comparison.
 
         Args:
             why: the reason, in a few words.
@@ -104,15 +104,17 @@ class FormatTrial:
         make_ready: Callable[[list[Request], DraftChoice], None],
         drafting: DraftPlan,
     ) -> None:
-        """Measures both drafts on these requests, unless that was done before. Nothing else may run meanwhile.
+        """Measures the quantised and the original draft on these requests, and keeps the faster one.
+
+        Does nothing if the format is already final. Nothing else may use the scheduler meanwhile.
 
         Args:
             scheduler: scheduler without requests.
-            requests: requests of a call. Copies of them are run.
-            choice: the trial uses its sampler, and its largest k that is at most 4.
-            stop_ids: token ids that end a row.
-            make_ready: captures the steps for such requests and drafts.
-            drafting: its controllers are reset if the draft changes.
+            requests: requests of a call. Copies of them are decoded.
+            choice: the measurement uses its sampler. Steps have its largest number of draft tokens that is at most 4.
+            stop_ids: token ids that end a request.
+            make_ready: captures the steps that the given requests and draft choice need.
+            drafting: plan whose controllers are reset if the weights of the draft change.
         """
         if self.decided:
             return
@@ -179,7 +181,7 @@ class FormatTrial:
     def _drafting(
         self, engine: Engine, drafter: Decoder, form: CodeFormat | None, weights: DecoderWeights
     ) -> Iterator[None]:
-        """Context in which steps draft with these weights, see `_use`. At its end it waits for all steps."""
+        """Context in which steps draft with these weights, see `_use`. Waits for all steps at its end."""
         self._use(engine, drafter, form, weights)
         try:
             yield
@@ -192,8 +194,8 @@ class FormatTrial:
         Args:
             engine: the engine.
             drafter: the draft model.
-            form: format of the weights. None: the stored format.
-            weights: the weights.
+            form: format to which the weights are quantised. None: original weights.
+            weights: weights for the draft model.
         """
         variant = None if form == self._form else AS_STORED  # graphs captured before the trial have no variant
         drafter.weights = weights
@@ -202,11 +204,11 @@ class FormatTrial:
             engine.prefix.use_variant(variant)
 
     def _judge(self, one: DraftRate, other: DraftRate) -> CodeFormat | None:
-        """Chooses the format to keep, and records the reason.
+        """Chooses the weight format to keep, and records the reason. Returns None for the original weights.
 
         Args:
-            one: speed of the rounded draft.
-            other: speed of the draft in its stored format.
+            one: speed with the quantised draft.
+            other: speed with the original weights.
         """
         ratio = one.rate / other.rate
         facts = (
@@ -234,12 +236,12 @@ class FormatTrial:
 
 
 def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 1) -> FormatTrial | None:
-    """Returns the trial of a draft for which "auto" chose a format. None if there is nothing to compare.
+    """Returns a `FormatTrial` for a draft model that "auto" has quantised. Returns None for any other draft.
 
-    With several ranks there is no trial, because ranks would measure different times but must decide equally.
+    With several ranks the result is also None: ranks measure different times, but must make the same decision.
 
     Args:
-        draft: checkpoint of the draft. None: there is no draft.
+        draft: checkpoint of the draft model. Other values: there is no draft model to compare.
         dtype, released: see `FormatTrial`.
         ranks: number of ranks.
     """
@@ -249,7 +251,7 @@ def trial_of(draft: object, dtype: torch.dtype, *, released: bool, ranks: int = 
 
 
 def _drafter(engine: Engine) -> Decoder | None:
-    """Returns the draft model of an engine, also if a lookup is combined with it. None: it has none."""
+    """Returns the draft model of an engine, also if lookup is combined with it. None if it has no draft model."""
     proposer = drafter_of(engine.modules.proposer)
     model = proposer.model if isinstance(proposer, DraftModel) else None
     return model if isinstance(model, Decoder) else None
@@ -258,7 +260,7 @@ def _drafter(engine: Engine) -> Decoder | None:
 def _run(
     scheduler: Scheduler, texts: list[Request], choice: DraftChoice, stop_ids: tuple[int, ...], policy: FixedPolicy
 ) -> None:  # fmt: skip
-    """Continues the prompts. `policy` records the steps."""
+    """Decodes copies of the requests `texts` to their end. `policy` chooses k and records the steps."""
     requests = again(texts)
     call = CallPlan(stop_ids, choice.sampler, lambda made: choice.k, policy=policy, lengths=lengths_of(requests))
     for _ in scheduler.run(requests, call):
@@ -266,6 +268,6 @@ def _run(
 
 
 def _rate_of(run: FixedPolicy, bucket: int) -> DraftRate | None:
-    """Returns the speed of the steps over `bucket` rows. None if no step could be timed."""
+    """Returns the speed of the recorded steps that cover `bucket` batch slots. None if no step could be timed."""
     seconds, accepted = run.seconds(bucket), run.accepted
     return DraftRate(1 + statistics.mean(accepted), statistics.median(seconds)) if seconds and accepted else None

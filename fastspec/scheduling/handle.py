@@ -1,4 +1,4 @@
-"""`Handle` of one request, and `Delivery`, which passes tokens from the thread that makes steps to waiting threads."""
+"""`Handle` of one request, and `Delivery`, which passes tokens from the thread that runs steps to waiting threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OfOneProcess:
     """Base class of objects with threads, locks or device memory. They cannot be copied or pickled.
 
     Attributes:
-        instead: advice at the end of the error message.
+        instead: advice at the end of the error message, in words.
     """
 
     instead: ClassVar[str] = "make one in each process"
@@ -40,19 +40,20 @@ FORKED = (
 
 
 class Delivery:
-    """Passes the tokens of one call's requests from the thread that makes steps to the threads that wait.
+    """Passes the output tokens of one call from the thread that runs steps to the threads that wait for them.
 
-    Only the thread that makes steps changes a request. There is no queue: tokens are in their requests, and a count
-    says how many of them may be read.
+    Only the thread that runs steps changes a request. There is no queue: the tokens stay in `Request.new_tokens`, and
+    `counts` says how many of them other threads may read.
 
     Args:
         requests: requests of the call.
 
     Attributes:
-        counts: number of tokens of each request that may be read, with their log-probabilities.
-        begun: number of tokens of each request that were emitted before the generator's own thread took over its steps.
-        error: error of the device or of a step that ended the requests. None: no error.
-        started, ended: times of `time.perf_counter`. `ended` is None until all requests have ended.
+        counts: for each request, the number of output tokens that may be read, with their log-probabilities.
+        begun: for each request, the number of output tokens when the generator's own thread took over its steps.
+        error: error that ended the requests. None: no error.
+        started: `time.perf_counter` when the call began.
+        ended: `time.perf_counter` when the last request ended. None: not all requests have ended.
     """
 
     def __init__(self, requests: list[Request]) -> None:
@@ -75,16 +76,16 @@ class Delivery:
         return self.ended is not None
 
     def take(self, request: Request) -> None:
-        """Makes a request's new tokens, or its end, visible to the threads that wait."""
+        """Publishes the new tokens of a request, or its end, and wakes the threads that wait."""
         with self._changed:
             self.counts[self._places[request]] = len(request.new_tokens)
             self._left -= request.finish_reason is not None
             self._tell(self._left == 0)
 
     def begin(self) -> None:
-        """Counts the tokens that the requests have when the generator's own thread takes over their steps.
+        """Records how many tokens the requests have when the generator's own thread takes over their steps.
 
-        Until then the caller's thread made the steps itself, and read their tokens directly.
+        Until then the caller's thread ran the steps itself, and read the tokens directly.
         """
         with self._changed:
             self.counts = [len(request.new_tokens) for request in self.requests]
@@ -93,7 +94,7 @@ class Delivery:
             self._tell(self._left == 0)
 
     def fail(self, error: BaseException) -> None:
-        """Sets the error that ended the requests."""
+        """Marks all requests of the call as ended by an error, and wakes the threads that wait."""
         with self._changed:
             self.error = error
             self._tell(True)
@@ -117,16 +118,16 @@ class Delivery:
             ) from self.error
 
     def wait(self, version: int, timeout: float | None = None) -> int:
-        """Waits until a request has new tokens, or all have ended. Returns the new version.
+        """Waits until a request has new tokens, or all requests have ended. Returns the new version number.
 
         Args:
-            version: result of the previous call, 0 in the first one. The call returns at once if anything has
-                changed since that version.
-            timeout: seconds. None: no limit.
+            version: result of the previous call of `wait`; 0 in the first call. `wait` returns at once if anything
+                has changed since that version.
+            timeout: seconds to wait at most. None: no limit.
 
         Raises:
             TimeoutError: nothing changed within `timeout` seconds.
-            RuntimeError: this process was forked from the one that makes steps, so no change can come.
+            RuntimeError: this process was forked from the one that runs the steps, so no change can come.
         """
         # before taking any lock, which another thread may have held at the fork
         if not self.done and os.getpid() != self._process:
@@ -137,9 +138,9 @@ class Delivery:
             return self._version
 
     def follow(self, version: int) -> Iterator[dict[int, list[int]]]:
-        """Yields {index of a request: its new tokens} while the generator's own thread makes the steps.
+        """Yields {index of a request in the call: its new tokens} while the generator's own thread runs the steps.
 
-        Tokens that were emitted before this thread took over are left out.
+        Tokens that were emitted before that thread took over are left out.
 
         Args:
             version: see `wait`.
@@ -165,7 +166,7 @@ class Delivery:
                 version = self.wait(version)
 
     async def wait_in_loop(self, version: int) -> int:
-        """Waits in an asyncio event loop without blocking it; see `wait`."""
+        """Waits like `wait`, but without blocking the asyncio event loop, and without a timeout."""
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
@@ -186,17 +187,17 @@ class Delivery:
 
 
 class Handle(OfOneProcess):
-    """Handle of one prompt that is being continued. Made by `FastSpecGenerator.submit`.
+    """Handle of one running request. Made by `FastSpecGenerator.submit`.
 
     Iterate over it to get tokens (`for`, or `async for`), call `result()`, or `await` it. Each of these starts with the
-    first token, also if it begins late. Several may run at once, in any thread. If an iteration is left, an `await` is
-    cancelled, or the handle is dropped, the request ends early.
+    first output token, even if it begins late. Several may run at once, in any thread. The request ends early if an
+    iteration is left, an `await` is cancelled, or the handle is deleted.
 
     Args:
-        call: the checked call with one prompt.
-        delivery: delivers the tokens of its request.
+        call: the checked call, which has one prompt.
+        delivery: passes on the tokens of the request.
         cancel: called to end the request early.
-        stats: returns the counts of the call so far.
+        stats: returns the statistics of the call so far.
 
     Attributes:
         call, delivery: the arguments.
@@ -216,7 +217,7 @@ class Handle(OfOneProcess):
         return self.delivery.done
 
     def cancel(self) -> None:
-        """Ends the request early. Its row and pages are free after the running step.
+        """Ends the request early. Its batch slot and KV cache pages are freed after the running step.
 
         Tokens that were already emitted are kept: `result()` returns them, with the finish reason "cancelled". Does
         nothing if the request has ended.
@@ -225,10 +226,10 @@ class Handle(OfOneProcess):
             self._cancel()
 
     def result(self, timeout: float | None = None) -> GenerateOutput:
-        """Waits for the end. Returns the GenerateOutput that `generate` returns with `return_dict_in_generate`.
+        """Waits for the end of the request. Returns what `generate` returns with `return_dict_in_generate=True`.
 
         Args:
-            timeout: seconds to wait. The request continues after a timeout.
+            timeout: seconds to wait at most. None: no limit. The request continues after a timeout.
 
         Raises:
             TimeoutError: the request has not ended within `timeout` seconds.
@@ -247,12 +248,12 @@ class Handle(OfOneProcess):
         return self._output()
 
     def __iter__(self) -> Iterator[int]:
-        """Yields tokens as they are emitted. Raises the errors of `result`."""
+        """Yields output token ids as they are emitted. Raises the errors of `result`."""
         for start, stop in self.pieces():
             yield from self.call.requests[0].new_tokens[start:stop]
 
     def pieces(self) -> Iterator[tuple[int, int]]:
-        """Yields index ranges (start, stop) of the new tokens. One or a few steps have added each range.
+        """Yields index ranges (start, stop) of `Request.new_tokens`, each with the tokens of one or a few steps.
 
         The request is cancelled if the iteration is left early. Raises the errors of `result`.
         """
@@ -268,7 +269,7 @@ class Handle(OfOneProcess):
         self._check()
 
     def __await__(self) -> Generator[object, None, GenerateOutput]:
-        """Waits for the end in an asyncio event loop; see `result`."""
+        """Waits for the end of the request in an asyncio event loop. For the result and errors see `result`."""
         return self._result().__await__()
 
     async def _result(self) -> GenerateOutput:
@@ -281,13 +282,13 @@ class Handle(OfOneProcess):
         return self._output()
 
     async def __aiter__(self) -> AsyncIterator[int]:
-        """Yields tokens in an asyncio event loop."""
+        """Yields output token ids in an asyncio event loop as they are emitted."""
         async for start, stop in self.pieces_in_loop():
             for token in self.call.requests[0].new_tokens[start:stop]:
                 yield token
 
     async def pieces_in_loop(self) -> AsyncIterator[tuple[int, int]]:
-        """Yields the ranges of `pieces` in an asyncio event loop."""
+        """Yields the index ranges that `pieces` yields, in an asyncio event loop."""
         shown, version = 0, 0
         try:
             while not self.delivery.done or shown < self.delivery.counts[0]:
@@ -304,7 +305,7 @@ class Handle(OfOneProcess):
         return output_of(self.call, self._stats())
 
     def _check(self) -> None:
-        """Raises the error that ended the request, if one did."""
+        """Raises the error that ended the request, if there was one."""
         self.delivery.check()
         try:
             check_valid(self.call.requests, self.call.options.copies)

@@ -1,8 +1,8 @@
-"""Makes the steps of all calls of a generator, in the caller's thread or in the generator's own thread.
+"""Runs the prefill and decode steps of all calls of a generator, in the caller's thread or in a thread of its own.
 
-A call that runs alone makes its steps itself, in its caller's thread. From the first `submit` on, or from the first
-call that comes while another one runs, a thread makes all steps. Calls and handles then run together. The thread sleeps
-while there is no work.
+A call that runs alone runs its steps in its caller's thread. The generator's own thread runs all steps after the first
+`submit`, or after the first call that comes while another call runs. From then on several calls are decoded together
+in one batch. The thread sleeps while there is no work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeReady: TypeAlias = Callable[[Engine, int, DraftChoice, int, int], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Joining:
-    """Message: a call joins.
+    """Message to the generator's thread: add the requests of a call to the batch.
 
     Attributes:
         call: the checked call.
@@ -43,10 +43,10 @@ class Joining:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaving:
-    """Message: requests shall end, because nobody waits for them any more.
+    """Message to the generator's thread: cancel requests, because nobody waits for them any more.
 
     Attributes:
-        requests: these requests. None: all that have not ended.
+        requests: requests to cancel. None: all that have not ended.
     """
 
     requests: list[Request] | None
@@ -54,10 +54,10 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Settling:
-    """Message: a thread waits until all requests have ended.
+    """Message to the generator's thread: set an event when there is no work left.
 
     Attributes:
-        settled: event that is set when all requests have ended.
+        settled: event to set. Another thread waits for it.
     """
 
     settled: threading.Event
@@ -67,7 +67,7 @@ Message: TypeAlias = "Joining | Leaving | None"  # None ends the thread
 
 
 class _Caught:
-    """Context that catches any error raised inside it, and stores it for the threads that wait for the work."""
+    """Context that catches any exception raised inside it and stores it in `error`. None: nothing was raised."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -83,25 +83,28 @@ class _Caught:
 
 
 class Loop:
-    """Runs calls on one scheduler, as long as the generator exists.
+    """Runs all calls of a generator on its scheduler, and owns the generator's thread.
 
-    The thread starts with the first message. It ends with `close`, or when this object is garbage-collected: while it
-    sleeps it has no reference to this object. Messages may come from any thread, and from finalisers.
+    The thread starts with the first call that is added by `join`. It ends with `close`, or when this object is
+    garbage-collected: while the thread sleeps, it has no reference to this object. Any thread and any finaliser may
+    send messages.
 
     Args:
-        scheduler: the scheduler. Other code may step it only while it holds `turn`.
-        make_ready: captures the steps that a call may need. Arguments: engine, number of rows, choice of drafts, limit
-            of the longest row's tokens, and tokens of the shortest prompt. Called while there are no requests.
-        longest: largest number of tokens of a row.
-        ranks: ranks that make every call together. With several ranks only one call runs at a time.
+        scheduler: scheduler of the generator. Other code may call its `step` only while it holds `turn`.
+        make_ready: captures the steps that a call may need. Called only while no request is decoded. Arguments:
+            engine, number of sequences, draft choice, token limit of the longest sequence, and number of tokens of the
+            shortest prompt.
+        longest: largest number of tokens of a sequence.
+        ranks: tensor-parallel ranks, which run every call together. None: one rank. With several ranks, only one call
+            runs at a time until the thread has started.
         before_turn: called with all messages before the thread handles them.
         on_end: called with each request that has ended.
         on_close: called after the last step.
 
     Attributes:
-        turn: lock that is held while a step is made.
-        deliveries: delivery of each request that has not ended.
-        paused: True if joining calls wait for `resume`.
+        turn: lock that is held while a step runs.
+        deliveries: request that has not ended -> delivery of its tokens.
+        paused: True if new calls are held until `resume`.
     """
 
     def __init__(
@@ -141,32 +144,32 @@ class Loop:
 
     @property
     def running(self) -> bool:
-        """True if the thread makes the steps."""
+        """True if the generator's own thread runs the steps, not the callers' threads."""
         return self._thread is not None
 
     @property
     def leads(self) -> bool:
-        """True if other ranks follow this one, so that calls are made only here."""
+        """True if the other ranks repeat the steps of this rank, so that calls are made only on this rank."""
         return self._ranks.size > 1 and self.running
 
     @property
     def threads(self) -> Threads | None:
-        """Returns the engine's choice of CPU threads. None on a GPU, and after `close`."""
+        """Engine's choice of the number of CPU threads. None on a GPU, and after `close`."""
         return None if self._closed else self._scheduler.engine.threads
 
     @property
     def idle(self) -> bool:
-        """True if the thread has no request."""
+        """True if no request is decoded here and no message waits."""
         return not self.deliveries and self._messages.empty()
 
     @property
     def _awaited(self) -> bool:
-        """True if a handle waits for a request of the thread that has not ended."""
+        """True if a call or handle waits for a request that the generator's thread decodes."""
         return any(not each.done for each in self._joined.copy())
 
     @property
     def called(self) -> bool:
-        """True if a caller of `run` waits."""
+        """True if a call of `run` has not returned."""
         return bool(self._calls)
 
     @property
@@ -176,7 +179,7 @@ class Loop:
 
     @property
     def scheduler(self) -> Scheduler:
-        """The scheduler.
+        """Scheduler of the generator.
 
         Raises:
             RuntimeError: the generator is closed.
@@ -190,7 +193,7 @@ class Loop:
         return self.scheduler.engine
 
     def check_open(self) -> None:
-        """Raises RuntimeError if the generator is closed, or in a forked process, which lacks its parent's threads."""
+        """Raises RuntimeError if the generator is closed, or its thread is in the process that forked this one."""
         if self._closed:
             raise RuntimeError("this generator is closed; make a new one")
         if self._thread is not None and not self._thread.is_alive():
@@ -198,10 +201,10 @@ class Loop:
 
     @contextmanager
     def alone(self) -> Iterator[Scheduler]:
-        """Context in which only the caller uses the scheduler. Other calls are refused meanwhile.
+        """Context in which only the caller uses the scheduler, which it yields. Other calls raise an error.
 
         Raises:
-            RuntimeError: a call or a handle is running, the generator is closed, or other ranks follow this one.
+            RuntimeError: a call or a handle is running, the generator is closed, or other ranks repeat its steps.
         """
         scheduler = self.scheduler
         if self.leads:
@@ -221,9 +224,9 @@ class Loop:
             self.turn.release()
 
     def _wait_for_idle(self) -> None:
-        """Waits until the thread has removed the requests of calls that have just ended.
+        """Waits until the generator's thread has no work left.
 
-        Nobody waits for these requests any more.
+        After a call ends, its cancelled requests need one more step until they are removed.
         """
         if self.running:
             message = Settling(threading.Event())
@@ -231,16 +234,16 @@ class Loop:
             message.settled.wait()
 
     def make_ready(self, requests: list[Request], choice: DraftChoice) -> None:
-        """Captures the steps that these requests may need while no other requests run."""
+        """Captures the steps that these requests may need if no other requests are decoded with them."""
         engine = self._scheduler.engine
         self._make_ready(engine, min(len(requests), engine.state.batch), choice, *lengths_of(requests))
 
     def run(self, call: PreparedCall) -> Generator[Emitted, None, None]:
-        """Runs a call to its end. After one or a few steps, yields {index of a row in the call: its new tokens}.
+        """Decodes a call to its end. After one or a few steps, yields {index of a request in the call: its new tokens}.
 
         Raises:
             RuntimeError: the generator is closed, or a step failed.
-            InvalidLogits: a row has failed; the others are complete.
+            InvalidLogits: no token could be chosen for a request. The other requests are complete.
         """
         if not call.requests:  # no step would come that could end it
             self.check_open()
@@ -269,7 +272,7 @@ class Loop:
         check_valid(call.requests, call.options.copies)
 
     def _step_here(self, call: PreparedCall, delivery: Delivery) -> Iterator[Emitted]:
-        """Makes the steps of a call in the caller's thread, until the loop's own thread takes over."""
+        """Runs a call's steps in the caller's thread until the generator's thread takes over. Yields as `run` does."""
         steps = None
         try:
             while True:
@@ -292,10 +295,10 @@ class Loop:
                 steps.close()
 
     def join(self, call: PreparedCall, delivery: Delivery) -> None:
-        """Adds a call to the requests of the thread, and starts the thread if necessary. Any thread may call it.
+        """Gives a call to the generator's thread, and starts that thread if necessary. Any thread may call it.
 
         Raises:
-            OutOfPages: a request needs more pages than the cache has.
+            OutOfPages: a request needs more pages than the KV cache has.
             RuntimeError: the generator is closed.
         """
         with self._joining:
@@ -315,7 +318,7 @@ class Loop:
             self._messages.put(Joining(call, delivery))
 
     def abort(self) -> None:
-        """Ends all requests that have not ended. They keep the tokens that they have. Waits for their end."""
+        """Cancels all requests that have not ended, and waits for their end. They keep their output tokens."""
         self.check_open()
         with self._joining:
             for each in self._held:
@@ -324,7 +327,7 @@ class Loop:
         self._abort_running()
 
     def _abort_running(self) -> None:
-        """Ends the requests that do not wait for `resume`."""
+        """Cancels all requests except those that are held until `resume`."""
         if self._thread is None:  # a caller makes the steps, and ends its requests with the next one
             for request in list(self.deliveries):
                 self._scheduler.cancel(request)
@@ -333,10 +336,10 @@ class Loop:
         self._wait_for_joined()
 
     def pause(self, *, abort: bool = False) -> None:
-        """Makes new calls wait until `resume`, and waits until all earlier requests have ended.
+        """Holds new calls until `resume`, and waits until all earlier requests have ended.
 
         Args:
-            abort: True to end the earlier requests now, with the tokens that they have.
+            abort: True to cancel the earlier requests now. They keep their output tokens.
         """
         with self._joining:
             self.check_open()
@@ -348,7 +351,7 @@ class Loop:
             self._call_ends.wait_for(lambda: not self._calls)
 
     def resume(self) -> None:
-        """Starts the calls that have waited since `pause`, in the order in which they came."""
+        """Starts the calls that were held since `pause`, in the order of their arrival."""
         with self._joining:
             self.check_open()
             self.paused, held, self._held = False, self._held, []
@@ -357,14 +360,14 @@ class Loop:
                 self._messages.put(each)
 
     def _wait_for_joined(self) -> None:
-        """Waits for the end of all requests that have joined the thread so far."""
+        """Waits for the end of all requests that the generator's thread has got so far."""
         for delivery in list(self._joined):
             version = 0
             while not delivery.done:
                 version = delivery.wait(version)
 
     def leave(self, requests: list[Request]) -> None:
-        """Ends requests that have not ended. Any thread may call it, also a finaliser."""
+        """Cancels those of a call's requests that have not ended. Any thread and any finaliser may call it."""
         for each in [each for each in self._held if each.call.requests is requests]:
             with suppress(ValueError):  # it has joined meanwhile
                 self._held.remove(each)
@@ -381,7 +384,7 @@ class Loop:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Context in which a rank that follows rank 0 may call `make_turn`. Calls of this process are refused.
+        """Context in which a rank that repeats the steps of rank 0 calls `make_turn`. Other calls raise an error.
 
         Raises:
             RuntimeError: a call is running on this rank, or the generator is closed.
@@ -392,7 +395,7 @@ class Loop:
     def close(self) -> None:
         """Cancels handles, ends the thread, waits for the device, and frees the scheduler with all its buffers.
 
-        May be called twice.
+        Further calls do nothing.
 
         Raises:
             RuntimeError: a call is still running.
@@ -429,7 +432,7 @@ class Loop:
         del self._scheduler, self._make_ready, self._before_turn
 
     def work(self, first: Message | Settling) -> bool:
-        """Handles messages and makes steps until there is no work. Returns False if the thread shall end.
+        """Handles messages and runs steps until there is no work. Returns False if the thread must end.
 
         Args:
             first: the message that woke the thread.
@@ -458,7 +461,7 @@ class Loop:
             messages = []
 
     def _sort(self, message: Message | Settling, messages: list[Message]) -> None:
-        """Appends a message to `messages`, which the next turn handles. A `Settling` message is stored instead."""
+        """Appends a message to `messages`, which `make_turn` handles next. Stores a `Settling` message for later."""
         if isinstance(message, Settling):
             self._settling.append(message)
         elif isinstance(message, Leaving) and message.requests is None:
@@ -473,7 +476,7 @@ class Loop:
             message.settled.set()
 
     def make_turn(self, messages: list[Message]) -> None:
-        """Handles the messages, then makes one step."""
+        """Adds and cancels the requests that the messages name, then runs one step of the scheduler."""
         with self.turn:
             for message in messages:
                 self._handle(message)
@@ -483,14 +486,14 @@ class Loop:
         return self._ranks.stepping() if self._ranks.size > 1 else nullcontext()
 
     def _refuse(self, messages: list[Message], error: BaseException) -> None:
-        """Ends all requests with an error, including those of calls that `messages` would have added."""
+        """Ends all requests with an error, including the requests that `messages` would have added."""
         joining = [each.delivery for each in messages if isinstance(each, Joining)]
         with self.turn:
             for delivery in dict.fromkeys([*self.deliveries.values(), *joining]):
                 self._give_up(delivery, error)
 
     def _take_over(self) -> None:
-        """Takes over the requests whose steps a caller made in its own thread before this thread started."""
+        """Takes over requests whose steps ran in a caller's thread before the generator's thread started."""
         if not self._begun:
             self._begun = True
             for delivery in dict.fromkeys(self.deliveries.values()):
@@ -522,15 +525,15 @@ class Loop:
             self._give_up(delivery, caught.error)
 
     def _make_all_ready(self, call: PreparedCall) -> None:
-        """Captures the steps that a call may need, for all numbers of rows and lengths. So later calls can join."""
+        """Captures the steps that a call may need, for all batch sizes and lengths, so that later calls can join it."""
         engine = self._scheduler.engine
         for lengths in dict.fromkeys((lengths_of(call.requests), (self._longest, 0))):
             self._make_ready(engine, engine.state.batch, call.choice, *lengths)
 
     def _plan_of(self, request: Request, call: PreparedCall) -> CallPlan:
-        """Returns the plan of a request. Requests that need the same kind of steps share one plan.
+        """Returns the plan of a request. Requests of several calls that need the same kind of steps share one plan.
 
-        So the host works no more for them than for one call, and "auto" observes the steps of all of them.
+        Sharing saves work on the host. With "auto" it also lets one controller observe the steps of all these calls.
         """
         choice, stop_ids = call.choice, call.options.stop_ids
         key = (stop_ids, choice.sampler, choice.k, choice.top_logprobs, choice.processed, id(choice.controller))
@@ -547,7 +550,7 @@ class Loop:
         return plan
 
     def _step(self) -> None:
-        """Makes one step. Passes its tokens to the deliveries."""
+        """Runs one step of the scheduler, and passes its tokens to the waiting threads."""
         with _Caught() as caught, self._stepping():
             emitted = self._scheduler.step()
         if caught.error is not None:
@@ -590,16 +593,16 @@ class Loop:
 
 
 def _cancelled(waiting: Joining) -> None:
-    """Ends the requests of a call that has not joined."""
+    """Marks the requests of a held call as cancelled. The call has not been given to the scheduler."""
     for request in waiting.call.requests:
         request.finish_reason = "cancelled"
         waiting.delivery.take(request)
 
 
 def _work(messages: SimpleQueue[Message | Settling], reference: weakref.ReferenceType[Loop]) -> None:
-    """Handles messages until the loop ends, as the body of its thread.
+    """Handles messages until the loop ends. It is the body of the generator's thread.
 
-    It has a strong reference to the loop only while there is work, so an idle loop can be garbage-collected.
+    It holds a strong reference to the `Loop` only while there is work, so an idle `Loop` can be garbage-collected.
     """
     goes_on = True
     while goes_on:

@@ -1,9 +1,11 @@
-"""Prefills prompts: the queue of waiting requests, and the request whose prompt is being prefilled.
+"""Queue of waiting requests: gives them batch slots (rows) and KV cache pages, and prefills their prompts.
 
-First come, first served: the first request of the queue gets a row when a row is free and its pages fit. Idle pages of
-the prefix cache count as free. No request overtakes an earlier one. Prompts are prefilled one after the other, so a
-prompt can share pages of the previous one. A row runs when its prompt, except the last token, is prefilled. The first
-step feeds that last token. A long prompt is prefilled completely, and its first token comes from the last pass
+First come, first served: the first request of the queue gets a row when a row and enough pages are free. Pages that
+only the prefix cache uses count as free. No request overtakes an earlier one. Prompts are prefilled one after the
+other, so a prompt can share pages of the previous one.
+
+A request starts to decode when its prompt is prefilled except the last token. The first decode step feeds that token.
+A long prompt is prefilled completely, and its first output token comes from the last prefill pass
 (`step.first_token_step`).
 """
 
@@ -32,12 +34,12 @@ _DRAFT_RATE = 4  # lower limit of the tokens that a draft model reads in the tim
 
 @dataclass(slots=True)
 class Passes:
-    """Prefill passes of the target or of the draft that are not queued yet.
+    """Prefill passes of one prompt, of the target or of the draft model, that are not launched yet.
 
     Attributes:
-        position: first position of the next pass.
-        stop: position after the last token.
-        remaining: sizes of the passes.
+        position: prompt position at which the next pass begins.
+        stop: position after the last token of all passes.
+        remaining: number of tokens of each pass, in order.
     """
 
     position: int
@@ -45,11 +47,11 @@ class Passes:
     remaining: deque[int] = field(default_factory=deque)
 
     def take(self, limit: int | None, *, at_least_one: bool) -> list[int]:
-        """Removes the next passes with at most `limit` tokens together, and returns their sizes.
+        """Removes the next passes, with at most `limit` tokens together, and returns their numbers of tokens.
 
         Args:
-            limit: number of tokens. None: no limit.
-            at_least_one: True to take the first pass even if it is longer than the limit.
+            limit: largest number of tokens. None: no limit.
+            at_least_one: True to take the first pass even if it has more tokens than the limit.
         """
         taken: list[int] = []
         while self.remaining and (
@@ -61,13 +63,14 @@ class Passes:
 
 @dataclass(frozen=True, slots=True)
 class LastPart:
-    """The last tokens of a prompt, few enough to share a pass with those of other prompts.
+    """Last tokens of a prompt, few enough to be prefilled in one pass with the last tokens of other prompts.
 
     Attributes:
         request: request of the prompt.
-        start, tokens: first position, and number of tokens.
-        chunks: sizes of the passes over these tokens if no other prompt shares the pass.
-        draft: the last tokens that the draft model reads. None: the draft has no pass now.
+        start: position of the first of these tokens.
+        tokens: number of these tokens.
+        chunks: number of tokens of each pass over them, if no other prompt shares the pass.
+        draft: last tokens of the prompt that the draft model must read. None: the draft model reads nothing now.
     """
 
     request: Request
@@ -79,13 +82,13 @@ class LastPart:
 
 @dataclass(slots=True)
 class PrefillQueue:
-    """Queue of waiting requests, which gives them rows and prefills their prompts.
+    """Queue of waiting requests. Gives them batch slots, and prefills their prompts.
 
     Attributes:
-        engine: engine with the KV caches.
-        waiting: requests without a row, in the order in which they came.
-        request: the request whose prompt is being prefilled. None: no prompt is being prefilled.
-        row: row of this request.
+        engine: engine with the models and KV caches.
+        waiting: requests without a batch slot, in the order of arrival.
+        request: request whose prompt is being prefilled. None: no prompt is being prefilled.
+        row: index of the batch slot of `request`.
     """
 
     engine: Engine
@@ -99,14 +102,14 @@ class PrefillQueue:
     _refused: tuple[Request, int] | None = None  # request that did not fit, and the number of free and idle pages then
 
     def begin(self, rows: Collection[int], positions: int) -> tuple[Request, tuple[int, ...]] | None:
-        """Gives the first waiting request the lowest free row, and pages of the KV cache.
+        """Gives the first waiting request the lowest free batch slot, and pages of the KV cache.
 
         Args:
-            rows: rows that are in use.
-            positions: number of positions that the request may write.
+            rows: indices of the batch slots that are in use.
+            positions: number of KV cache positions that the request may write.
 
         Returns:
-            The request and its pages. None if it must wait.
+            The request and the indices of its pages. None if the request must wait.
         """
         table, prefix, request = self.engine.pages, self.engine.prefix, self.waiting[0]
         row = next((row for row in range(self.engine.state.batch) if row not in rows), None)
@@ -136,9 +139,9 @@ class PrefillQueue:
         return request, pages
 
     def _matching(self, request: Request) -> list[Node]:
-        """Returns the nodes of the prefix cache that a prompt shares.
+        """Returns the prefix cache nodes that match the beginning of a prompt.
 
-        First queues the deferred passes if the prompt can share more pages after them.
+        First launches the deferred passes of other prompts (`flush`) if the prompt then matches more nodes.
         """
         prefix = self.engine.prefix
         if prefix is None:
@@ -153,25 +156,25 @@ class PrefillQueue:
         return nodes
 
     def budgets(self, running: int) -> int:
-        """Returns how many prefill budgets may be spent before the next step.
+        """Returns the number of prefill budgets (`prefill_budget` tokens each) to spend before the next decode step.
 
-        It is more than one if many short prompts wait and few rows run. So requests that arrive together soon run
-        together, and share passes.
+        It is above 1 if many short prompts wait and few requests decode. Requests that arrive together then soon
+        decode together, and share prefill passes.
 
         Args:
-            running: number of running rows.
+            running: number of requests that are decoding.
         """
         short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
         return max(1, min(_MAX_BUDGETS, _PATIENCE * short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
-        """Splits the prompt into passes.
+        """Splits the prompt of `request` into prefill passes.
 
         Args:
-            drafting: True to prefill the draft model together with the target. False: the draft reads the prompt later,
-                when the row first drafts.
-            max_tokens: upper limit of tokens per pass. A pass exceeds it if a smaller one would give other bits. None:
-                no limit.
+            drafting: True to prefill the draft model together with the target. False: the draft model reads the prompt
+                later, when the request first drafts.
+            max_tokens: largest number of tokens of a target pass. A pass has more if a smaller one would change the
+                bits of the result. None: no limit.
         """
         engine, request = self.engine, self.request
         assert request is not None, "it has begun"
@@ -185,18 +188,19 @@ class PrefillQueue:
             self._draft = self._passes(request, start, stop, max_tokens and _DRAFT_RATE * max_tokens, draft=True)
 
     def feed(self, limit: int | None, *, at_least_one: bool) -> int:
-        """Queues passes of target and draft that take about as long as the target's passes over `limit` tokens.
+        """Launches the next prefill passes of `request`, of target and draft model, within a time budget.
 
-        After the last pass the row runs. The draft's passes have many tokens, because every pass reads all weights. A
-        draft pass is queued when the draft lacks that many tokens, and after the target's last pass. If that last pass
-        gives the first token, the draft reads the rest later, when it catches up.
+        The passes take about as long as target passes over `limit` tokens. After the last pass the request can decode.
+        Passes of the draft model have many tokens, because every pass reads all its weights. One is launched when the
+        draft model is that many tokens behind the target, and after the target's last pass. If the first output token
+        comes from the target's last pass, the draft model reads the remaining tokens later, before it first drafts.
 
         Args:
-            limit: number of tokens. None: all that remain.
-            at_least_one: True to queue a pass even if it is longer than the limit.
+            limit: time budget as a number of tokens of the target. None: no limit.
+            at_least_one: True to launch a pass even if it has more tokens than the limit.
 
         Returns:
-            Cost of the passes, in tokens of the target.
+            Cost of the launched passes, as a number of tokens of the target.
         """
         request, draft, fed = self.request, self._draft, 0
         assert request is not None, "it has begun"
@@ -228,15 +232,15 @@ class PrefillQueue:
         return fed
 
     def _defer(self, request: Request, taken: list[int], limit: int | None) -> list[int]:
-        """Defers the last tokens of a prompt until `flush`, if they may share a pass with those of other prompts.
+        """Defers the last tokens of a prompt until `flush` if they can share a pass with tokens of other prompts.
 
         Args:
-            request: its prompt is being prefilled.
-            taken: sizes of the target's next passes.
+            request: request whose prompt is being prefilled.
+            taken: number of tokens of each of the target's next passes.
             limit: see `feed`.
 
         Returns:
-            Sizes of the passes that are not deferred: the first ones of `taken`.
+            The first elements of `taken`, whose passes are not deferred.
         """
         if self._target.remaining or request.scores is not None:
             return taken
@@ -258,16 +262,16 @@ class PrefillQueue:
         return taken[:first]
 
     def _blocks(self, *more: LastPart) -> int:
-        """Returns the number of blocks (`PassSizes.block`) of a pass over the deferred parts and `more`.
+        """Returns the size of a shared pass over all deferred prompt parts and `more`, in blocks of `PassSizes.block`.
 
-        If the draft's pass has more blocks than the target's, it is the number of the draft's.
+        Returns the larger number of the target's pass and the draft model's pass.
         """
         parts, blocks_of = (*self._deferred.values(), *more), self.engine.sizes.blocks_of
         of_draft = sum(blocks_of(part.draft.tokens) for part in parts if part.draft is not None)
         return max(sum(blocks_of(part.tokens) for part in parts), of_draft)
 
     def flush(self) -> None:
-        """Queues the deferred last tokens of prompts as one pass. Their rows run after it."""
+        """Launches one pass over the deferred last tokens of several prompts. Their requests can decode after it."""
         if not self._deferred:
             return
         parts, self._deferred = self._deferred, {}
@@ -282,11 +286,11 @@ class PrefillQueue:
             self._finish(part.request, row)
 
     def _feed_parts(self, parts: Mapping[int, LastPart], *, draft: bool) -> None:
-        """Queues one shared pass over the last tokens of several prompts. For a single prompt, queues its own passes.
+        """Launches one shared pass over the last tokens of several prompts. A single prompt gets passes of its own.
 
         Args:
-            parts: row -> last tokens of its prompt.
-            draft: True for passes of the draft, False for passes of the target.
+            parts: index of a batch slot -> last tokens of its prompt.
+            draft: True for passes of the draft model, False for passes of the target.
         """
         if len(parts) > 1:
             passed = [PromptPart(row, part.start, part.tokens) for row, part in parts.items()]
@@ -296,20 +300,20 @@ class PrefillQueue:
             self._enqueue(part.request, row, part.start, part.chunks, draft=draft, running=False)
 
     def _whole(self, request: Request) -> bool:
-        """True if the first token of a request comes from the last pass over its prompt."""
+        """True if a request's first output token comes from its last prefill pass. Its prompt is then long."""
         return self.engine.prompts.takes_whole(len(request.prompt))
 
     @property
     def _back(self) -> int:
-        """Number of newest tokens of a row that a step may feed the draft, see `ProposerBase.reads_back`."""
+        """Number of newest tokens that a decode step may feed to the draft model, see `ProposerBase.reads_back`."""
         return reads_back_of(self.engine.modules.proposer)
 
     def _drafted(self, request: Request, upto: int) -> None:
-        """Records that the draft has read a request's tokens up to `upto`, except those that a step feeds."""
+        """Sets `draft_length` after the draft model has read a request's first `upto` tokens."""
         request.draft_length = min(upto, readable_by_draft(self.engine, request))
 
     def _feed_draft(self, request: Request, passes: Passes, limit: int | None, *, at_least_one: bool) -> int:
-        """Queues the draft's next passes. For arguments and result see `feed`."""
+        """Launches the next prefill passes of the draft model. For the arguments and the result see `feed`."""
         chunks = passes.take(None if limit is None else _DRAFT_RATE * limit, at_least_one=at_least_one)
         if chunks:
             self._enqueue(request, self.row, passes.position, chunks, draft=True, running=False)
@@ -318,7 +322,7 @@ class PrefillQueue:
         return -(-sum(chunks) // _DRAFT_RATE)
 
     def _finish(self, request: Request, row: int) -> None:
-        """Lets the row run after its prompt is prefilled. Later prompts may share its pages."""
+        """Makes a request decode after its prefill, and adds its pages to the prefix cache for later prompts."""
         prefix = self.engine.prefix
         if prefix is not None:
             pages = self.engine.pages.pages_of(row)
@@ -336,7 +340,7 @@ class PrefillQueue:
         state.finish[row].fill_(ready if request.grammar is None else PAUSED)
 
     def drop(self, request: Request) -> None:
-        """Removes a request that has ended while it waited or while its prompt was being prefilled."""
+        """Removes a cancelled request that waits or whose prompt is being prefilled."""
         if request is self.request:
             self.engine.pages.release(self.row)
             self.request = None
@@ -346,7 +350,7 @@ class PrefillQueue:
             self.waiting.remove(request)
 
     def reset(self) -> None:
-        """Removes prompts that were being prefilled, and clears the prefix cache. Waiting requests stay."""
+        """Forgets the prompts that were being prefilled, and clears the prefix cache. Waiting requests stay."""
         self.request = self._refused = None
         self._deferred.clear()
         if self.engine.prefix is not None:
@@ -355,12 +359,12 @@ class PrefillQueue:
             self.engine.prefix_states.clear()
 
     def catch_up(self, rows: Mapping[int, Request], ahead: Mapping[int, int | None]) -> float:
-        """Feeds the draft the tokens of these rows that it has not read. Returns the number of passes.
+        """Feeds the draft model those tokens of these requests that it has not read. Returns the cost, see `passes_of`.
 
         Args:
-            rows: row -> its request.
-            ahead: row -> number of its tokens that the device has and the host has not read. None: unknown. Then the
-                draft lacks only tokens that a step feeds.
+            rows: index of a batch slot -> its request.
+            ahead: index of a batch slot -> number of tokens that the device has emitted and the host has not read.
+                None: the number is unknown, and the draft model lacks only tokens that a decode step feeds.
         """
         passes, parts, sizes = 0.0, list[PromptPart](), self.engine.sizes
         for row, request in sorted(rows.items()):
@@ -386,7 +390,7 @@ class PrefillQueue:
         return passes
 
     def _adopt_draft_kv(self, request: Request, row: int) -> None:
-        """Increases a row's draft length if another row has meanwhile written the draft's K/V to their shared pages."""
+        """Increases a request's `draft_length` if another request has filled the draft K/V of their shared pages."""
         prefix, proposer = self.engine.prefix, self.engine.modules.proposer
         if prefix is None or request.drafted or not kept_in_pages(proposer):
             return
@@ -398,9 +402,9 @@ class PrefillQueue:
             self.engine.state.draft_lengths[row].fill_(known)
 
     def keep(self, request: Request, row: int) -> None:
-        """Adds a row's pages to the prefix cache when the row ends, including pages that steps wrote.
+        """Adds the pages of a request that has ended to the prefix cache, including pages that decode steps wrote.
 
-        Done only with exact=False: steps and prefill passes may write different bits.
+        Does nothing with exact=True, because decode steps and prefill passes may write different bits.
         """
         prefix = self.engine.prefix
         if prefix is not None and not self.engine.sizes.exact and request.finish_reason != "error":
@@ -411,15 +415,15 @@ class PrefillQueue:
     def _enqueue(
         self, request: Request, row: int, start: int, chunks: list[int], *, draft: bool, running: bool
     ) -> None:
-        """Queues prefill passes over a prompt, and saves recurrent states from which later prompts may continue.
+        """Launches prefill passes over a prompt, and saves recurrent states from which later prompts can continue.
 
         Args:
-            request: its prompt.
-            row: row of the request.
-            start: first position.
+            request: request of the prompt.
+            row: index of its batch slot.
+            start: prompt position at which the first pass begins.
             chunks: number of tokens of each pass.
-            draft: True for passes of the draft, False for passes of the target.
-            running: True if the row already runs, False while its prompt is being prefilled.
+            draft: True for passes of the draft model, False for passes of the target.
+            running: True if the request already decodes, False while its prompt is being prefilled.
         """
         kept, left, first = self.engine.prefix_states, deque(chunks), start == request.cached
         for length, key in [*self._state_points(request, start, draft=draft), (None, None)]:
@@ -437,7 +441,11 @@ class PrefillQueue:
                 kept.save(key, draft=draft)
 
     def _state_points(self, request: Request, start: int, *, draft: bool) -> list[tuple[int | None, Hashable]]:
-        """Returns (prompt length, key in the store) of each recurrent state that passes from `start` on save."""
+        """Returns which recurrent states to save during the prefill passes that begin at position `start`.
+
+        Each element is (number of prompt tokens that the state covers, key under which to store it). The list is
+        empty if the model has no recurrent states or none must be saved.
+        """
         kept, prefix = self.engine.prefix_states, self.engine.prefix
         # a pass with as few tokens as a step saves no state, and one that begins inside a chunk gives other bits
         whole = self.engine.sizes.chunks[0] > self.engine.shapes.max_drafts + 1 and not start % DELTA_CHUNK
@@ -448,9 +456,9 @@ class PrefillQueue:
         return points + ([(last, request)] if request is self.request and max(start, shared) < last else [])
 
     def _passes(self, request: Request, start: int, stop: int, max_tokens: int | None, *, draft: bool) -> Passes:
-        """Returns passes over the positions start..stop-1.
+        """Splits the prompt positions start..stop-1 into passes.
 
-        A pass ends at every position where states are saved, except the last one.
+        A pass ends at each position where a recurrent state is saved, except the last such position.
         """
         ends = [length for length, _ in self._state_points(request, start, draft=draft)[:-1] if length is not None]
         edges = [start, *(end for end in ends if end < stop), stop]
@@ -458,52 +466,57 @@ class PrefillQueue:
         return Passes(start, stop, deque(chain.from_iterable(passes)))
 
     def _resume(self, request: Request, row: int, length: int, *, draft: bool) -> None:
-        """Loads the recurrent states after the first `length` positions, which the row shares, into its state row."""
+        """Loads the stored recurrent states after the first `length` positions of a prompt, for a batch slot."""
         if self.engine.prefix_states is not None:
             place = self.engine.state.state_rows[row : row + 1]
             self.engine.prefix_states.load(request.nodes, length, place, draft=draft)
 
     def _resumable(self, nodes: list[Node], *, draft: bool) -> int:
-        """Returns the largest number of `nodes` after which a model can continue.
+        """Returns the number of first `nodes` whose prompt tokens a model need not compute again.
 
-        It is the number of all nodes, unless the model needs a recurrent state that is not stored.
+        It is the number of all nodes, unless the recurrent state that the model needs after them is not stored.
         """
         kept = self.engine.prefix_states
         return len(nodes) if kept is None else kept.resumable(nodes, draft=draft) // kept.unit
 
     def _max_nodes(self, request: Request) -> int:
-        """Returns how many prefix-cache nodes a prompt may share: whole nodes within `_shareable` positions."""
+        """Returns how many prefix cache nodes a prompt may share: whole nodes within its `_shareable` positions."""
         return self._shareable(request) // self.engine.prefix.unit if self.engine.prefix is not None else 0
 
     def _shareable(self, request: Request) -> int:
-        """Returns how many of a prompt's first positions may be shared: those to which no step writes.
+        """Returns the number of first prompt positions whose KV cache pages other requests may share.
 
-        The first step feeds the target the last token, and the draft at least the last two.
+        No decode step writes K/V at these positions. The first decode step feeds the last prompt token to the target,
+        and at most the last `_back` prompt tokens to the draft model.
         """
         return len(request.prompt) - self._back
 
 
 def mark_drafted(prefix: PrefixCache, request: Request) -> None:
-    """Sets `drafted` of a row's nodes up to its `draft_length`: their pages now also have the draft's K/V."""
+    """Marks the prefix cache nodes of a request whose pages also contain K/V of the draft model."""
     for node in request.nodes[: request.draft_length // prefix.unit]:
         node.drafted = True
 
 
 def drafted_upto(prefix: PrefixCache, nodes: list[Node]) -> int:
-    """Returns the number of first positions of `nodes` whose pages also have the draft's K/V."""
+    """Returns the number of first positions of `nodes` whose pages also contain K/V of the draft model."""
     undrafted = next((place for place, node in enumerate(nodes) if not node.drafted), len(nodes))
     return undrafted * prefix.unit
 
 
 def passes_of(chunks: list[int]) -> float:
-    """Returns the time of prefill passes of these sizes, in units of one pass over a few tokens."""
+    """Returns the estimated time of prefill passes with these numbers of tokens, in units of one short pass."""
     return sum(max(1.0, chunk / _PASS_ROWS) for chunk in chunks)
 
 
 def readable_by_draft(engine: Engine, request: Request, ahead: int = 0) -> int:
-    """Returns the number of first positions that prefill passes feed to the draft. A step feeds the others.
+    """Returns the number of a request's first tokens that prefill passes feed to the draft model.
+
+    A decode step feeds the other tokens.
 
     Args:
+        engine: engine with a proposer.
+        request: the request.
         ahead: see `lag_of`.
     """
     proposer = engine.modules.proposer
@@ -512,10 +525,14 @@ def readable_by_draft(engine: Engine, request: Request, ahead: int = 0) -> int:
 
 
 def lag_of(engine: Engine, request: Request, ahead: int = 0) -> list[int]:
-    """Returns the sizes of the passes that feed the draft a row's missing tokens, without those that a step feeds.
+    """Returns the numbers of tokens of the passes that feed the draft model the tokens that it has not read.
+
+    Tokens that a decode step feeds are not counted. The result is empty if nothing is missing.
 
     Args:
-        ahead: number of the row's tokens that the host has not read yet.
+        engine: engine of the models.
+        request: the request.
+        ahead: number of the request's tokens that the device has emitted and the host has not read.
     """
     if engine.modules.proposer is None:
         return []

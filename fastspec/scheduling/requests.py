@@ -1,7 +1,7 @@
-"""Requests: one prompt each while the scheduler runs it. Converts calls to requests, and requests to results.
+"""Requests: one prompt each with its output so far. Converts calls to requests, and ended requests to results.
 
-The mask of a row with a grammar depends on its last token, which the host must read first. So such a row is in at most
-one launched step. It pauses until the host has read that step. Other rows continue.
+A request with a grammar needs a new token mask after every step, and the host computes it from the last token. So such
+a request is in at most one launched step. It pauses until the host has read that step. Other requests continue.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ class CallPlan:
     """Settings that all requests of one call share while they run.
 
     Attributes:
-        stop_ids: token ids that end a row.
-        sampler: sampler kind of its steps, GREEDY or FULL.
-        choose_k: returns the number of drafts of the next step, at most engine.shapes.max_drafts. Its argument is the
-            number of steps that were launched before.
-        top_logprobs: see StepShape.
-        policy: chooses k instead of `choose_k`, and observes every step. None: `choose_k` is used.
-        lengths: limit of tokens of the longest row, and tokens of the shortest prompt.
+        stop_ids: token ids that end a request.
+        sampler: sampler of the steps, GREEDY or FULL.
+        choose_k: returns the number of draft tokens of the next step, at most engine.shapes.max_drafts. Its argument
+            is the number of steps that were launched before.
+        top_logprobs: see `StepShape`.
+        policy: chooses the number of draft tokens instead of `choose_k`, and observes every step. None: `choose_k`
+            chooses.
+        lengths: (token limit of the longest sequence, number of tokens of the shortest prompt).
         steps: number of steps launched so far.
-        joined: True if requests may join while the call runs. Then it may need a step whose shape is not captured yet.
-        processed: see StepShape.
+        joined: True if other requests may join while the call runs. It may then need a step that is not captured yet.
+        processed: see `StepShape`.
     """
 
     stop_ids: tuple[int, ...]
@@ -71,31 +72,32 @@ class CallPlan:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One prompt while the scheduler runs it.
+    """One prompt with its options, its output so far, and its statistics.
 
     Attributes:
         prompt: token ids, at least one.
-        max_new_tokens: upper limit of new tokens.
+        max_new_tokens: largest number of new tokens.
         options: sampling options and seed.
         watch: called with the new tokens of each step, to find ends that the device does not detect, such as stop
-            strings. Returns the number of tokens up to the end of the row, or None if it continues.
-        grammar: state of the grammar that the text follows, or of its given tokens. None: any text.
+            strings. Returns the number of these tokens up to the end of the output, or None if it continues. None: no
+            such check.
+        grammar: state of the grammar, or of the given tokens, that the output must follow. None: any output.
         scores: collects the log-probabilities of the prompt's tokens. None: they are not recorded.
         new_tokens: tokens emitted so far.
         finish_reason: "stop" or "length" once finished; "error" if no token could be chosen or a step was interrupted;
             "cancelled" if the request was cancelled.
-        invalid_at: position for which no token could be chosen. None: there is none.
+        invalid_at: position for which no token could be chosen. None: there is no such position.
         logprobs: log-probabilities of new_tokens, if recorded.
         top_logprobs: most probable (id, log-probability) pairs for each new token, if recorded.
-        steps, plain_steps, drafted, accepted, dropped, histogram, steps_at: counts, see `RowStats`.
+        steps, plain_steps, drafted, accepted, dropped, histogram, steps_at: statistics, see `RowStats`.
         draft_length: the host's copy of DecodeState.draft_lengths.
-        draft_lag: True if a step without drafts was launched after the draft last caught up.
+        draft_lag: True if the request did not draft in a step since the draft model last read all its tokens.
         draft_limit: the host's copy of DecodeState.draft_limits.
         cached: number of prompt tokens whose K/V were found in the prefix cache.
-        nodes: nodes of the prefix cache whose pages the row shares.
-        has_tables: True if the row's biases and counts were written; only steps of the full sampler read them.
-        admitted: time by `time.perf_counter` when the request got a row; None: it waits.
-        prefilled: True if the row's first token is not emitted yet and will come from its last prefill pass.
+        nodes: nodes of the prefix cache whose pages the request shares.
+        has_tables: True if its logit biases and token counts are on the device. Only steps with sampler FULL read them.
+        admitted: `time.perf_counter` when the request got a batch slot. None: it waits.
+        prefilled: True if the first token is not emitted yet and will come from the last prefill pass.
         weight_version: version of the target's weights with which the request runs.
     """
 
@@ -129,21 +131,21 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Number of tokens of prompt and output so far."""
+        """Number of tokens of the prompt and of the output so far."""
         return len(self.prompt) + len(self.new_tokens)
 
     @property
     def limit(self) -> int:
-        """Largest length of the row, in tokens."""
+        """Largest number of tokens of prompt and output together."""
         return len(self.prompt) + self.max_new_tokens
 
     def begin(self, max_drafts: int) -> None:
-        """Allocates the counts of steps with up to `max_drafts` drafts."""
+        """Resets `histogram` and `steps_at` to zeros, for steps with up to `max_drafts` draft tokens."""
         self.histogram = [0] * (max_drafts + 1)
         self.steps_at = [0] * (max_drafts + 1)
 
     def stats(self) -> RowStats:
-        """Returns the counts of this row."""
+        """Returns the statistics of this request."""
         return RowStats(
             self.steps,
             self.plain_steps,
@@ -157,9 +159,11 @@ class Request:
         )
 
     def record(self, result: RowResult, k: int, *, feeds_drafts: bool = True) -> list[int]:
-        """Adds the result of one step with k drafts. Returns the step's new tokens.
+        """Adds the result of one decode step to the request. Returns the new tokens.
 
         Args:
+            result: the step's result for this request.
+            k: number of draft tokens of the step.
             feeds_drafts: see `ProposerBase`.
         """
         if result.finish == RUNNING and result.accepted < 0:
@@ -194,18 +198,18 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class InFlightStep:
-    """A launched step whose results were not read yet.
+    """A launched step whose results the host has not read yet.
 
     Attributes:
-        sequence: number of the step in the ring of results.
-        requests: row -> request, at the launch.
-        k: number of drafts per row.
-        bucket: number of rows that the launch covers.
-        resumed: number of catch-up passes of the draft queued before this step. None: there were none, and the previous
-            step drafted.
-        timed: True if nothing except catch-up passes was queued between the previous step and this one. Only then its
-            measured time is used.
-        drafting: rows that could draft.
+        sequence: sequence number of the step in the ring buffer of results.
+        requests: index of a batch slot -> its request at the launch.
+        k: number of draft tokens per request.
+        bucket: number of batch slots that the launch covers.
+        resumed: cost of the passes that let the draft model read missing tokens before this step, see `passes_of`.
+            None: there were none, and the previous step drafted or this one does not.
+        timed: True if only such passes ran between the previous step and this one. Only then is the measured time of
+            the step used.
+        drafting: indices of the batch slots that may have draft tokens.
         first_token: True if the step only emits the first tokens of long prompts (`step.first_token_step`). No policy
             chose its k.
     """
@@ -221,36 +225,46 @@ class InFlightStep:
 
 
 def lengths_of(requests: list[Request]) -> tuple[int, int]:
-    """Returns the limit of tokens of the longest row, and the tokens of the shortest prompt."""
+    """Returns (token limit of the longest sequence, number of tokens of the shortest prompt). (0, 0) if empty."""
     longest = max((request.limit for request in requests), default=0)
     return longest, min((len(request.prompt) for request in requests), default=0)
 
 
 def due(rows: Mapping[int, Request], in_flight: Iterable[InFlightStep]) -> dict[int, Request]:
-    """Returns the rows that may run in the next step. A row with a grammar waits until its last step was read."""
+    """Returns the batch slots, with their requests, that may run in the next step.
+
+    A request with a grammar may run only after the host has read its last step.
+
+    Args:
+        rows: index of a batch slot -> its request.
+        in_flight: launched steps that the host has not read.
+    """
     waiting = {request for step in in_flight for request in step.requests.values() if request.grammar is not None}
     return {row: request for row, request in rows.items() if request not in waiting}
 
 
 def may_draft(rows: Mapping[int, Request]) -> list[int]:
-    """Returns the rows that have not opted out of drafting."""
+    """Returns the indices of those batch slots whose requests have not opted out of drafting."""
     return [row for row, request in rows.items() if request.options.draft_limit != 0]
 
 
 def constrained(rows: Mapping[int, Request]) -> bool:
-    """True if one of these rows has a grammar."""
+    """True if one of these requests has a grammar."""
     return any(request.grammar is not None for request in rows.values())
 
 
 def grammar_steps(
     requests: Mapping[int, Request], calls: Mapping[Request, CallPlan], k: int
 ) -> tuple[int, dict[int, GrammarStep]]:
-    """Returns k of the next step, and {row: its draft tokens and masks} for the rows with a grammar.
+    """Returns the number of draft tokens of the next step, and the draft tokens and masks of requests with a grammar.
+
+    Draft tokens and masks are returned as {index of a batch slot: its `GrammarStep`}.
 
     Args:
-        requests: row -> request.
-        calls: request -> its plan.
-        k: number of drafts of the rows without a grammar. If 0, the plans of the rows with a grammar determine k.
+        requests: index of a batch slot -> its request.
+        calls: request -> plan of its call.
+        k: number of draft tokens of the requests without a grammar. 0: they have none, and the plans of requests with a
+            grammar determine the result.
     """
     steps, largest = {}, 0
     for row, request in requests.items():
@@ -266,10 +280,10 @@ class PreparedCall:
     """A checked call, ready to be scheduled.
 
     Attributes:
-        requests: one request for every row of the call.
+        requests: one request for every sequence of the call.
         options: options of the call.
         prompts: the prompts as the user passed them.
-        choice: numbers of drafts that the call's steps may have.
+        choice: numbers of draft tokens that the call's steps may have.
     """
 
     requests: list[Request]
@@ -285,17 +299,17 @@ def requests_of(
     max_length: int,
     grammars: Grammars | None = None,
 ) -> list[Request]:
-    """Makes a request for every row: `chosen.copies` of the first prompt, then of the second, and so on.
+    """Makes a request for every sequence: `chosen.copies` of the first prompt, then of the second, and so on.
 
     Args:
         prompts: checked token ids.
         chosen: options of the call.
         tokenizer: reads stop strings and grammars.
-        max_length: limit of tokens of prompt and output of a row.
-        grammars: grammars over the target's vocabulary. None: no row has one.
+        max_length: largest number of tokens of prompt and output together.
+        grammars: grammars over the target's vocabulary. None: no request has a grammar.
 
     Raises:
-        ValueError: a row would be too long, stop strings or a grammar need a missing tokenizer, or a grammar is
+        ValueError: a sequence would be too long, stop strings or a grammar need a missing tokenizer, or a grammar is
             invalid.
     """
     for index, (prompt, first) in enumerate(zip(prompts, chosen.rows[:: chosen.copies], strict=True)):
@@ -328,11 +342,11 @@ def requests_of(
 
 
 def check_texts(rows: Iterable[RowOptions], texts: Suffix | None) -> None:
-    """Checks that the generator can use the predictions and sessions of these rows.
+    """Checks that the generator can use the predictions and sessions of these requests.
 
     Args:
-        rows: options of the rows.
-        texts: the generator's lookup proposer. None: it has none.
+        rows: options of the requests.
+        texts: the generator's lookup proposer. None: it has no lookup proposer.
 
     Raises:
         UnsupportedOption: the generator's proposer cannot use them.
@@ -357,14 +371,14 @@ def check_texts(rows: Iterable[RowOptions], texts: Suffix | None) -> None:
 
 
 def corpora_of(texts: Suffix | None) -> Suffix:
-    """Returns the lookup proposer if it has room for corpora, else raises UnsupportedOption."""
+    """Returns the lookup proposer if it has memory for corpora. Raises UnsupportedOption if not."""
     if texts is None or not texts.corpus_tokens:
         raise UnsupportedOption("corpora need a generator with proposer=Suffix(corpus_tokens=...), with their tokens")
     return texts
 
 
 def _new_tokens(chosen: Options, row: RowOptions) -> int:
-    """Returns the largest number of new tokens that a row may emit."""
+    """Returns the largest number of new tokens of a request."""
     return chosen.max_new_tokens if row.given is None else len(row.given)
 
 
@@ -373,7 +387,7 @@ def check_valid(requests: list[Request], copies: int) -> None:
 
     Args:
         requests: requests of a call.
-        copies: number of sequences per prompt, for the message.
+        copies: number of sequences per prompt. Only the error message uses it.
     """
     failed = [(index, request.invalid_at) for index, request in enumerate(requests) if request.invalid_at is not None]
     if not failed:
@@ -395,7 +409,7 @@ def _place(index: int, position: int, copies: int) -> str:
 
 
 def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
-    """Makes the output of a call. Fields that the user did not ask for are None."""
+    """Makes the output of a call from its ended requests. Fields that the user did not ask for are None."""
     requests, chosen = call.requests, call.options
     recorded = chosen.top_logprobs is not None
     scores = [request.scores for request in requests[:: chosen.copies] if request.scores is not None]
@@ -415,7 +429,12 @@ def output_of(call: PreparedCall, stats: Stats) -> GenerateOutput:
 
 
 def score_output_of(rows: list[ScoredRow], call: PreparedCall, stats: Stats) -> ScoreOutput:
-    """Builds the output of a call of `score`. `call` has one request for each row with tokens to score.
+    """Makes the output of a call of `score`.
+
+    Args:
+        rows: all rows of the call, each a prompt and its answer.
+        call: the call, with one request for each row that has tokens to score.
+        stats: statistics of the call.
 
     Raises:
         InvalidLogits: a log-probability is NaN.
@@ -445,7 +464,11 @@ def score_output_of(rows: list[ScoredRow], call: PreparedCall, stats: Stats) -> 
 
 
 def _sequences(requests: list[Request], chosen: Options, raw: RawPrompts) -> Tensor:
-    """Joins left-padded prompts and new tokens: LongTensor [B, T + new] on the device of the user's prompts."""
+    """Joins prompts, padded on the left, and new tokens, padded on the right.
+
+    Returns:
+        LongTensor [number of sequences, prompt length + new tokens] on the device of the user's prompts.
+    """
     width, longest = raw.width, max(len(request.new_tokens) for request in requests)
     rows = []
     for index, request in enumerate(requests):

@@ -1,11 +1,14 @@
-"""Scheduler: admits requests to rows, launches steps ahead of reading results, and reads the emitted tokens.
+"""Scheduler: gives batch slots (rows) to requests, launches decode steps, and reads their emitted tokens.
 
-A request waits until a row is free and its pages fit, and gets the lowest free row. It may later move to a lower row.
-When it ends, row and pages become free, and other rows continue. `PrefillQueue` prefills the prompts. All work of the
-device is queued in one stream. The host waits only when it reads a step's results, and later steps are queued by then.
+A request waits until a row and enough KV cache pages are free, and gets the lowest free row. It may later move to a
+lower row. When it ends, its row and pages become free, and the other requests continue. `PrefillQueue` prefills the
+prompts.
 
-`step` may be called by only one thread at a time. `add` and `cancel` may be called from any thread: they use a queue
-that the next step empties.
+All work of the device is queued in one stream. Steps are launched before the results of earlier steps are read. So the
+device has work while the host waits for a step's results.
+
+`step` may be called by only one thread at a time. Any thread may call `add` and `cancel`: they put the request in a
+queue, which the next `step` reads.
 """
 
 from __future__ import annotations
@@ -42,13 +45,13 @@ _NOTICED = 0.25
 
 
 class Scheduler:
-    """Runs requests to their end, step by step. Exists as long as the generator.
+    """Decodes requests, one step of the whole batch at a time. Exists as long as the generator.
 
     Args:
-        engine: runs the steps. Its state is reset here.
+        engine: engine that runs the steps. The first `step` resets its state.
 
     Attributes:
-        weight_version: version of the target's weights, for new requests.
+        weight_version: version of the target's weights, which new requests record.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -74,7 +77,7 @@ class Scheduler:
         """Queues a request. Any thread may call it.
 
         Raises:
-            OutOfPages: it needs more pages than the cache has.
+            OutOfPages: the request needs more pages than the KV cache has.
         """
         self.check(request)
         request.begin(self.engine.shapes.max_drafts)
@@ -82,7 +85,7 @@ class Scheduler:
         self._arrivals.put((request, call))
 
     def check(self, request: Request) -> None:
-        """Raises OutOfPages for a request that could never run."""
+        """Raises OutOfPages if a request needs more pages than the KV cache has."""
         pages = self.engine.pages
         if pages.pages_for(self._positions(request)) >= pages.num_pages:
             raise OutOfPages(
@@ -95,10 +98,10 @@ class Scheduler:
         self._arrivals.put((request, None))
 
     def step(self) -> dict[Request, list[int]]:
-        """Launches further steps, then reads the results of the oldest launched step.
+        """Launches prefill passes and decode steps, then reads the results of the oldest launched step.
 
         Returns:
-            request -> its new tokens in that step. {} if there is no work.
+            {request: its new tokens in the step whose results were read}. {} if there is no work.
         """
         with self.engine.on_device():
             if self._interrupted:
@@ -109,7 +112,7 @@ class Scheduler:
         return emitted
 
     def forget_prompts(self) -> None:
-        """Drops the K/V and recurrent states of earlier prompts, because weights or memory change.
+        """Clears the prefix cache and all stored recurrent states. It is called when weights or memory change.
 
         No request may wait or run.
         """
@@ -117,9 +120,9 @@ class Scheduler:
             self._reset()
 
     def run(self, requests: list[Request], call: CallPlan) -> Iterator[dict[int, list[int]]]:
-        """Runs requests to their end. After every step, yields {index of a request: its new tokens}.
+        """Decodes requests to their end. After every step, yields {index in `requests`: its new tokens}.
 
-        Other requests of the scheduler continue meanwhile. If the iteration is left early, its requests are cancelled.
+        Other requests of the scheduler continue meanwhile. If the iteration is left early, `requests` are cancelled.
         """
         self.engine.runner.wait_for_caller()
         places = {request: index for index, request in enumerate(requests)}
@@ -140,7 +143,7 @@ class Scheduler:
     def run_call(
         self, requests: list[Request], stop_ids: tuple[int, ...], choice: DraftChoice
     ) -> Generator[dict[int, list[int]], None, None]:
-        """Runs requests as a new call, with the numbers of drafts of `choice`. For the result see `run`.
+        """Decodes the requests of a new call, with the numbers of draft tokens of `choice`. Yields as `run` does.
 
         The steps must already be captured.
         """
@@ -150,9 +153,9 @@ class Scheduler:
         yield from self.run(requests, CallPlan(stop_ids, *settings, processed=choice.processed))
 
     def _reset(self) -> None:
-        """Resets device state, pages and prefix cache, after an interrupted step or to drop earlier prompts.
+        """Resets the batch slots, the KV cache pages and the prefix cache.
 
-        Requests that have begun end with the reason "error". Waiting requests stay.
+        Requests that have a batch slot end with the finish reason "error". Waiting requests stay.
         """
         engine = self.engine
         engine.ring.correct_count()
@@ -204,11 +207,11 @@ class Scheduler:
             self.engine.texts.remember_answer(request.prompt, request.new_tokens, request.options.session)
 
     def _free_row(self, request: Request, *, running: bool) -> None:
-        """Frees the row and pages of a request that has ended.
+        """Frees the batch slot and KV cache pages of a request that has ended.
 
         Args:
             request: the request.
-            running: True if the row still runs on the device, and must be made idle there.
+            running: True if the slot still runs on the device and must be made idle.
         """
         # searched, because it may have moved since its step
         row = next(row for row, owner in self._rows.items() if owner is request)
@@ -219,9 +222,9 @@ class Scheduler:
             self.engine.state.finish[row].fill_(IDLE)
 
     def _launch(self) -> bool:
-        """Queues the next step.
+        """Launches the next step. Returns False if it launched nothing.
 
-        Queues nothing and returns False if no row surely needs it, or if the host must first read earlier steps.
+        Nothing is launched if no request surely needs another step, or if the host must first read earlier steps.
         """
         requests = due(self._rows, self._in_flight)
         # launch ahead only if some row needs this step even if every draft in flight is accepted
@@ -264,7 +267,14 @@ class Scheduler:
         return True
 
     def _launch_first_tokens(self, requests: dict[int, Request]) -> bool:
-        """Queues a step that only emits the first tokens of these rows, whose long prompts are prefilled."""
+        """Launches a step that only emits the first tokens of requests whose long prompts are prefilled.
+
+        Args:
+            requests: index of a batch slot -> its request.
+
+        Returns:
+            False if nothing was launched, because the host must first read earlier steps.
+        """
         calls = {self._calls[request] for request in requests.values()}
         rows, masked = self.engine.shapes.bucket(max(self._rows) + 1), grammar_steps(requests, self._calls, 0)[1]
         shape = self.engine.captured_shape(
@@ -282,7 +292,13 @@ class Scheduler:
         return True
 
     def _ready(self, rows: int, shape: StepShape, calls: set[CallPlan]) -> bool:
-        """True if a step of this shape can be launched now. Captures a missing one if no step is in flight."""
+        """True if a step of this shape can be launched now. Captures it first if needed and if no step is in flight.
+
+        Args:
+            rows: number of batch slots that the step covers.
+            shape: shape of the step.
+            calls: plans of the requests that run in it.
+        """
         foreseen = len(calls) == 1 and not any(call.joined for call in calls) and not constrained(self._rows)
         if not foreseen and not self.engine.ready(rows, shape):
             if self._in_flight:
@@ -292,7 +308,13 @@ class Scheduler:
         return True
 
     def _shape(self, k: int, calls: set[CallPlan], requests: dict[int, Request]) -> StepShape:
-        """Returns the shape of the next step, which serves all running calls."""
+        """Returns a step shape that suits all running calls.
+
+        Args:
+            k: number of draft tokens of the step.
+            calls: plans of the requests.
+            requests: index of a batch slot -> its request.
+        """
         if self.engine.runner.static:  # one captured step serves a whole call
             longest, shortest = max(call.lengths[0] for call in calls), min(call.lengths[1] for call in calls)
         else:
@@ -304,7 +326,16 @@ class Scheduler:
         return self.engine.shapes.step(k, sampler, max(recorded, default=None), longest, shortest, processed=processed)
 
     def _choose_drafts(self, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Chooses k of the next step, and the rows that draft. Rows of some calls may have fewer drafts, or none."""
+        """Chooses the number of draft tokens of the next step (k), and the batch slots that draft.
+
+        With several calls, requests of some calls may get fewer draft tokens than k, or none.
+
+        Args:
+            requests: index of a batch slot -> its request. None of them has a grammar.
+
+        Returns:
+            (k, indices of the batch slots that draft).
+        """
         if not requests:
             return 0, frozenset()
         calls, wanted = {self._calls[request] for request in requests.values()}, []
@@ -322,7 +353,7 @@ class Scheduler:
         return largest, frozenset(limits)
 
     def _drafts_of_call(self, call: CallPlan, requests: dict[int, Request]) -> tuple[int, frozenset[int]]:
-        """Returns the number of drafts that one call wants, and the rows of the call that shall draft."""
+        """Returns the number of draft tokens that one call wants, and the batch slots of the call that should draft."""
         willing = may_draft(requests)
         if not willing:
             return 0, frozenset()  # a step without drafts
@@ -336,19 +367,19 @@ class Scheduler:
         return k, frozenset(nearest[: call.policy.few])
 
     def _limit_drafts(self, row: int, request: Request, drafts: int) -> None:
-        """Sets the limit of a row's valid drafts to `drafts`, or to the row's own limit if that is lower."""
+        """Limits the draft tokens of a batch slot to `drafts`, or to the request's own limit if that is lower."""
         limit = min(drafts, admission.draft_limit(request.options, self.engine.shapes.max_drafts))
         if limit != request.draft_limit:
             self.engine.state.draft_limits[row].fill_(limit)
             request.draft_limit = limit
 
     def _may_need_step(self, request: Request) -> bool:
-        """True if a request may continue after its launched steps, each of which emits at least one token."""
+        """True if a request may need another step. Each step that was launched for it emits at least one token."""
         launched = sum(request in step.requests.values() for step in self._in_flight)
         return request.length + launched < request.limit
 
     def _surely_needs_step(self, request: Request) -> bool:
-        """True if a request continues even if all drafts of its launched steps are accepted.
+        """True if a request needs another step even if all draft tokens of its launched steps are accepted.
 
         Stop ids are not considered.
         """
@@ -356,19 +387,19 @@ class Scheduler:
         return request.length + emitted < request.limit
 
     def _tokens_ahead(self, request: Request) -> int | None:
-        """Returns the number of a request's tokens in launched steps that were not read yet. None: it is unknown.
+        """Returns the number of tokens that a request gets from launched steps whose results were not read yet.
 
-        It is known if all these steps are steps for first tokens: each emits one token.
+        The number is known only if all these steps are first-token steps, which emit one token each. Else returns None.
         """
         steps = [step for step in self._in_flight if request in step.requests.values()]
         return len(steps) if all(step.first_token for step in steps) else None
 
     def _positions(self, request: Request) -> int:
-        """Returns the number of cache positions that a request may write."""
+        """Returns the number of KV cache positions that a request may write, also for rejected draft tokens."""
         return request.limit + self.engine.shapes.max_drafts + 1
 
     def _admit(self) -> None:
-        """Prefills prompts in order of arrival: completely, or within the budget if rows of other calls wait."""
+        """Prefills waiting prompts in the order of arrival. Stops at a budget of tokens if other calls are decoding."""
         fed, queue, began, admitted = 0, self._queue, None, dict[int, Request]()
         budgets = queue.budgets(len(self._rows))
         while (request := queue.request or (began := self._begin())) is not None:
@@ -385,15 +416,15 @@ class Scheduler:
             self._fill_options(admitted)
 
     def _budget(self, call: CallPlan) -> int | None:
-        """Returns how many prompt tokens of a call are prefilled between two steps.
+        """Returns how many prompt tokens of a call are prefilled between two decode steps.
 
-        None: all, because no other call waits.
+        Returns None for all of them, if no request of another call is decoding.
         """
         alone = not self._rows or (not call.joined and all(self._calls[other] is call for other in self._rows.values()))
         return None if alone else self.engine.sizes.budget
 
     def _begin(self) -> Request | None:
-        """Gives a row to the first waiting request, if a row is free and its pages fit."""
+        """Gives a batch slot to the first waiting request, and returns the request. None: no request got a slot."""
         waiting = self._queue.waiting
         begun = self._queue.begin(self._rows, self._positions(waiting[0])) if waiting else None
         if begun is None:
@@ -411,13 +442,17 @@ class Scheduler:
         return request
 
     def _draft_follows(self, call: CallPlan) -> bool:
-        """True if the next steps of a call will draft."""
+        """True if the next steps of a call will draft with a model that must read the prompt."""
         if not self.engine.prompts.reads_prompts:
             return False
         return self._last_k > 0 if call.policy else call.choose_k(call.steps) > 0
 
     def _fill_options(self, admitted: dict[int, Request]) -> None:
-        """Writes the fields of the admitted rows that steps read."""
+        """Writes the options of newly admitted requests to the device, where decode steps read them.
+
+        Args:
+            admitted: index of a batch slot -> its request.
+        """
         full = any(each.full for each in self._calls.values())
         state, sampler = self.engine.state, FULL if full else GREEDY
         rows = [
@@ -436,7 +471,7 @@ class Scheduler:
                 running.has_tables = True
 
     def _compact(self) -> None:
-        """Moves the highest rows down if the next step then covers fewer rows."""
+        """Moves requests from the highest batch slots to free lower ones, if the next step then covers fewer slots."""
         while self._rows and self.engine.shapes.bucket(max(self._rows) + 1) > self.engine.shapes.bucket(
             len(self._rows)
         ):
@@ -450,7 +485,7 @@ class Scheduler:
             self._disturbed = True
 
     def _collect(self, step: InFlightStep) -> dict[Request, list[int]]:
-        """Reads the results of a step. Frees the rows that ended."""
+        """Reads the results of a step, and frees the batch slots of requests that ended. Returns the new tokens."""
         waited = self.engine.runner.depth == 1 or not self.engine.ring.ready(step.sequence)
         results = self.engine.ring.read(step.sequence, max(step.requests) + 1)
         self._report(step, results, self._clock.arrived(waited))
@@ -471,11 +506,11 @@ class Scheduler:
         return emitted
 
     def _report(self, step: InFlightStep, results: list[RowResult], seconds: float | None) -> None:
-        """Reports a step to the policy of its call. Steps that several calls share are not reported.
+        """Reports a step to the draft length policy of its call. Steps that several calls share are not reported.
 
         Args:
             step: the step.
-            results: result of each row.
+            results: result of each batch slot.
             seconds: result of `StepTimer.arrived`.
         """
         going = {row for row, request in step.requests.items() if request.finish_reason is None}
@@ -490,11 +525,12 @@ class Scheduler:
 
 
 class StepTimer:
-    """Times steps by the host's clock. Results arrive in order, so a step's time is the time between two results.
+    """Measures the time of steps with the host's clock, as the time between the arrivals of two results.
 
     Args:
-        ahead: True if steps are launched ahead, so that the device works while the caller processes results.
-        clock: returns seconds.
+        ahead: True if steps are launched before earlier results are read, so that the device works while the caller
+            processes results.
+        clock: function that returns the current time in seconds.
     """
 
     def __init__(self, ahead: bool, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -505,7 +541,7 @@ class StepTimer:
         self._away = 0.0
 
     def leave(self) -> None:
-        """Records that the scheduler yields control to the caller, which reads the results."""
+        """Records the time at which the scheduler yields control to the caller, which processes the tokens."""
         self._left = self._clock()
 
     def back(self) -> None:
@@ -513,12 +549,13 @@ class StepTimer:
         self._away += self._clock() - self._left
 
     def arrived(self, waited: bool) -> float | None:
-        """Returns the seconds between this result and the previous one, without time that the device was idle.
+        """Returns the seconds between this result and the previous one, without time in which the device was idle.
 
-        None for the first result, and if the caller had control so long that the time of arrival is unknown.
+        Returns None for the first result. Also returns None if the result may have arrived long ago, while the caller
+        had control.
 
         Args:
-            waited: True if the scheduler had to wait for the result.
+            waited: True if the scheduler had to wait for this result.
         """
         now = self._clock()
         interval = None if self._last is None else now - self._last
