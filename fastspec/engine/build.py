@@ -498,7 +498,7 @@ def _same_bits(
 def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
     """Yields the weight matrices that prefill passes read: matrices of the layers, and additional ones of a head.
 
-    Matrices are left out if their kernel gives the same bits for any number of tokens in any case.
+    Matrices whose kernel uses the same tiles for any number of tokens are left out.
     """
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
