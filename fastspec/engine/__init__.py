@@ -1,1 +1,1 @@
-"""The engine: models, buffers and pages of a generator, and how it is built, measured and warmed up."""
+"""The engine: models, device buffers and KV cache pages of a generator. It is built, measured and warmed up here."""

@@ -22,7 +22,7 @@ def checked_arguments(
     """Returns target, draft and settings of a generator. Loads and allocates nothing.
 
     Args:
-        target, draft, config: arguments of the constructor.
+        target, draft, config: arguments of the constructor of `FastSpecGenerator`. draft is None if it was not given.
         ranks: the processes that share the models.
 
     Raises:

@@ -83,8 +83,9 @@ def build(
     """Makes the engine of a generator. Returns (engine, weights that must be read before the first launch).
 
     Args:
-        settings: completed arguments of the generator.
-        target, draft: sources of the weights.
+        settings: settings of the generator.
+        target: checkpoint of the target.
+        draft: checkpoint of the draft model or head. None: there is neither.
         shared_vocab: token ids that draft and target share.
         ranks: the processes that share the models. None: this process is alone.
 
@@ -163,12 +164,14 @@ def _step_shapes(settings: Settings, state: DecodeState, proposer: Proposer | No
 
 
 def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
-    """Returns the sizes of prefill passes. The last tokens of prompts share a pass if that changes no bit.
+    """Returns the sizes of prefill passes.
+
+    One pass may feed the last tokens of several prompts if every prompt gets the same bits as alone.
 
     Args:
         settings: settings of the generator.
         made: the models.
-        modules: modules of a step.
+        modules: models and work areas of a decode step.
     """
     chunks = settings.layout.chunks_for(settings.max_length)
     if modules.ops.name == "cpu":  # several sizes are for blocked weights; a shared pass takes as long as its parts
@@ -188,16 +191,20 @@ def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> Pass
 
 
 def _has_codes(made: _Models) -> bool:
-    """True if a matrix is quantised. On a GPU a prompt may then get other bits in a shared pass than alone."""
+    """True if a weight matrix is stored quantised.
+
+    On a GPU a prompt may then get other bits in a prefill pass over several prompts than alone.
+    """
     return any(matrix.format == "codes" for matrix in (*made.matrices, *made.of_draft_model))
 
 
 def _runner(settings: Settings, *, only_ours: bool) -> Runner:
-    """Makes the runner of steps.
+    """Makes the runner that launches steps, or captures and replays them as CUDA graphs.
 
     Args:
         settings: settings of the generator.
-        only_ours: True if a step contains no kernels of other packages. Then fewer warm-up runs are needed.
+        only_ours: True if a step contains no code of other packages. Then fewer warm-up runs are needed before a
+            capture.
     """
     if not settings.graphs:
         return EagerRunner(settings.device)
@@ -216,7 +223,18 @@ def _modules(
     work: Any,
     device: torch.device,
 ) -> StepModules:
-    """Returns the models and work areas of a step. Allocates the work areas, except `work`."""
+    """Returns the models and work areas of a decode step. Allocates the work areas, except `work`.
+
+    Args:
+        layout: sizes and dtypes.
+        ops: implementation of the kernels.
+        target: the target model.
+        proposer: makes the draft tokens. None: decoding is plain.
+        ring: buffers to which steps write their results.
+        mark: function that returns a context which names a pass in a profiler.
+        work: result of `ops.sampled_work`.
+        device: device of the work areas.
+    """
     rows, drafts, width, vocab = layout.batch, layout.max_drafts, layout.target.hidden_size, layout.target.vocab_size
     return StepModules(
         target,
@@ -240,7 +258,7 @@ def _modules(
 
 
 def _only_in_pages(modules: StepModules, models: Sequence[CausalModel]) -> bool:
-    """True if a prefill pass writes only to the pages of its row. Then several prompts may share a pass."""
+    """True if a prefill pass writes only to the KV cache pages of its sequence. Then prompts may share a pass."""
     proposer = modules.proposer
     paged = proposer is None or not proposer.max_length or kept_in_pages(proposer)
     return paged and modules.features is None and not takes_features(proposer) and not any(map(is_recurrent, models))
@@ -257,10 +275,10 @@ class _Models:
         mark, work: arguments of `DraftModel`.
 
     Attributes:
-        models: the target, then the draft model, in the order in which they are made.
-        pending: allocated weights of the models and of a head that must still be read.
-        matrices: weight matrices of the prefill passes of the target and of a head.
-        of_draft_model: weight matrices of the prefill passes of a draft model.
+        models: the models in the order in which they are made: the target, then the draft model if there is one.
+        pending: weights of the models and of a head that are allocated, but not read yet.
+        matrices: weight matrices that prefill passes of the target and of a head read.
+        of_draft_model: weight matrices that prefill passes of a draft model read.
     """
 
     def __init__(
@@ -287,7 +305,11 @@ class _Models:
         self.of_draft_model: list[Weight] = []
 
     def model(self, checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
-        """Makes the model of a checkpoint. Native weights are added to `pending`; a hosted model is loaded at once."""
+        """Makes the model of a checkpoint, and allocates its KV cache.
+
+        Weights of native models are added to `pending`. A hosted model, which runs code of another package, is loaded
+        at once.
+        """
         made = self._hosted(checkpoint, dtype) if _hosted(checkpoint) else self._native(checkpoint, dtype)
         self.models.append(made)
         return made
@@ -295,7 +317,13 @@ class _Models:
     def drafter(
         self, draft: Checkpoint | HeadCheckpoint | None, scoring: CausalModel, shared_vocab: SharedVocab
     ) -> ContinuesDrafts | None:
-        """Makes the proposer that drafts with a draft model or a head. None if there is neither."""
+        """Makes the proposer that drafts with a draft model or a head. None: there is neither.
+
+        Args:
+            draft: checkpoint of the draft model or head. None: there is neither.
+            scoring: the target model.
+            shared_vocab: token ids that draft and target share.
+        """
         if draft is None:
             return None
         layout = self._settings.layout
@@ -368,8 +396,8 @@ class _Models:
         Args:
             spec: spec of the model.
             dtype: dtype of recurrent states.
-            of_pages: dtype of the KV pages.
-            found: layer -> scales of K and V, from the checkpoint. Used only for fp8 pages.
+            of_pages: dtype of the KV cache pages.
+            found: layer -> scales of K and V, from the checkpoint. Used only for fp8 pages. None: there are no scales.
         """
         layout, length = self._settings.layout, self._settings.max_length
         sizes = layout.num_pages(length), layout.page_size
@@ -383,7 +411,7 @@ class _Models:
 
 
 def _vocab_map(shared: SharedVocab, device: torch.device) -> VocabMap | None:
-    """Returns the tables between draft ids and target ids, on `device`. None: both have the same tokenizer."""
+    """Returns the tables that map draft ids to target ids and back. None: both models have the same tokenizer."""
     if shared.target_ids is None or shared.shown is None:
         return None
     return VocabMap.of(shared.target_ids.to(device), shared.size, shared.shown.to(device))
@@ -399,16 +427,16 @@ def _prefix_cache(
 ) -> tuple[PrefixCache | None, PrefixStates | None]:
     """Makes the prefix cache, and the store of recurrent states after prefixes.
 
-    The cache is None if the user turned it off, or if the proposer stores data of a row outside of its pages. The store
-    of states is None if no model has recurrent states.
+    The cache is None if the user turned it off, or if the proposer stores data of a sequence outside of its KV cache
+    pages. The store of states is None if there is no cache, or if no model has recurrent states.
 
     Args:
         settings: settings of the generator.
         pages: the page table.
-        grid_unit: number of positions between the positions at which prefill passes may begin.
+        grid_unit: prefill passes begin at multiples of this number of positions.
         models: the target, and the draft model if there is one.
-        proposer: the proposer of the generator.
-        salt: see `PrefixCache`.
+        proposer: makes the draft tokens. None: decoding is plain.
+        salt: names of target and draft, see `PrefixCache`.
     """
     if not settings.config.prefix_cache or (takes_features(proposer) and not kept_in_pages(proposer)):
         return None, None
@@ -447,10 +475,11 @@ def _same_bits_of_both(
 def _same_bits(
     chunks: tuple[int, ...], models: Iterable[CausalModel], matrices: Iterable[Weight], device: torch.device
 ) -> tuple[int, ...] | None:
-    """Returns sizes of prefill passes that write the same bits to the KV caches. None: no two sizes are known to do so.
+    """Returns the sizes of prefill passes with which the KV cache gets the same bits. None: no such sizes are known.
 
-    The kernel for packed weights sums in the same order for any number of tokens. In cuBLAS and other libraries the
-    order may depend on the number of tokens. So may the order of sums over several GPUs.
+    A size is a number of tokens. The kernel for packed weights sums in the same order for any number of tokens. In
+    cuBLAS and other libraries the order may depend on the number of tokens. The order of sums over several GPUs may
+    depend on it, too.
 
     Args:
         chunks: numbers of tokens that a prefill pass may feed.
@@ -467,7 +496,10 @@ def _same_bits(
 
 
 def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
-    """Yields the weight matrices that prefill passes read: those of the layers, and the additional ones of a head."""
+    """Yields the weight matrices that prefill passes read: matrices of the layers, and additional ones of a head.
+
+    Matrices whose kernel uses the same tiles for any number of tokens are left out.
+    """
     decoder = weights.decoder if isinstance(weights, HeadWeights) else weights
     others = weights.others.values() if isinstance(weights, HeadWeights) else ()
     parts = [part for layer in decoder.layers for part in (layer, layer.state, layer.experts) if part is not None]
@@ -483,7 +515,7 @@ def _matrices(weights: DecoderWeights | HeadWeights) -> Iterator[Weight]:
 def _mean_weight(settings: Settings, target: Checkpoint) -> float | None:
     """Returns the mean number of elements of the target's matrices, from which the number of CPU threads is chosen.
 
-    None if that is left to torch.
+    None: torch's number of threads is not changed.
     """
     if settings.device.type != "cpu" or settings.config.compile or target.ranks > 1:
         return None

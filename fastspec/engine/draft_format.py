@@ -44,12 +44,14 @@ def with_format(
     *,
     alone: bool = True,
 ) -> Checkpoint | HeadCheckpoint | None:
-    """Returns the draft checkpoint, set to be rounded to the format with the least estimated time.
+    """Returns the draft checkpoint, set to be quantised to the format with the shortest estimated pass.
 
-    Its attribute `stored` is a text with the format and the reason.
+    Its attribute `stored` is a text with the format and the reason. A checkpoint that is already quantised is returned
+    unchanged. None if there is no draft.
 
     Args:
-        target, draft: the resolved checkpoints.
+        target: the resolved checkpoint of the target.
+        draft: the resolved checkpoint of the draft model or head. None: there is neither.
         config: arguments of the generator.
         alone: True if no other rank shares the models.
     """
@@ -84,7 +86,7 @@ def with_format(
 
 
 def _never_rounded(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
-    """Returns the reason why a draft must keep its stored format. An empty text: it may be rounded.
+    """Returns the reason why a draft must keep its stored format. An empty text: it may be quantised.
 
     Args:
         draft: checkpoint of the draft.
@@ -102,15 +104,20 @@ def _never_rounded(draft: Checkpoint | HeadCheckpoint, *, ours: bool) -> str:
 
 
 def best_of(sizes: Mapping[CodeFormat | None, int], rows: int) -> CodeFormat | None:
-    """Returns the format with the least estimated time of a pass. None: the stored format is as fast or faster.
+    """Returns the weight format with the shortest estimated pass. None: the stored format is as fast or faster.
 
     Args:
-        sizes: format -> bytes of the weights. None is the stored format.
-        rows: number of rows of the matrix products of a pass.
+        sizes: format -> bytes of the weights in that format. The key None is the stored format.
+        rows: number of rows (tokens) of the matrix products of a pass.
     """
     return min(sizes, key=lambda form: (sizes[form] / share(form, rows), form is not None))
 
 
 def share(form: CodeFormat | None, rows: int) -> float:
-    """Returns the share of memory bandwidth that matrix products with `rows` rows reach with weights in `form`."""
+    """Returns the share (0 to 1) of an H100's memory bandwidth that matrix products reach.
+
+    Args:
+        form: format of the weights. None: the format as stored, 16 bits.
+        rows: number of rows (tokens) of the products.
+    """
     return next((value for up_to, value in SHARES[form] if rows <= up_to), SHARES[form][-1][1])

@@ -1,4 +1,4 @@
-"""The engine: models, state and pages of a generator, and the launch and capture of its steps."""
+"""The engine: models, device buffers and KV cache pages of a generator. It launches and captures decode steps."""
 
 from __future__ import annotations
 
@@ -38,29 +38,33 @@ _MEANS = 3  # number of mean times that `Engine.timed` returns
 
 
 def _as_measured(seconds: float | None) -> float | None:
-    """Returns the time unchanged, because there are no other ranks."""
+    """Returns the measured time unchanged: the default of `Engine.share_seconds`, for a process without other ranks."""
     return seconds
 
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """Models, device buffers and pages of a generator. A scheduler launches steps and prefill passes on it.
+    """Models, device buffers and KV cache pages of a generator.
+
+    A scheduler launches decode steps and prefill passes through this object.
 
     Attributes:
-        modules: models, proposer and work areas of a step.
-        state: the device buffers.
-        pages: the page table on the host, for the caches of target and draft.
-        runner: launches steps, or replays captured ones.
-        ring: buffers to which steps write their results.
-        shapes: makes the shapes of steps.
+        modules: models, proposer and work areas of a decode step.
+        state: the device buffers of all batch slots.
+        pages: the table of KV cache pages on the host. Target and draft use the same table.
+        runner: launches decode steps, or replays their CUDA graphs.
+        ring: buffers to which decode steps write their results.
+        shapes: makes the shapes of decode steps and prefill passes.
         sizes: sizes of prefill passes.
         prefix: the prefix cache. None: every prompt is prefilled completely.
-        prefix_states: recurrent states after prefixes. None: the models have none, or there is no prefix cache.
+        prefix_states: recurrent states after prefixes of prompts. None: the models have no recurrent states, or there
+            is no prefix cache.
         mean_weight: mean number of elements of the target's matrices. None: torch's number of threads is not changed.
-        share_seconds: returns rank 0's value of a measured time, so that all ranks decide equally.
-        threads: chooses the number of CPU threads of a step. None until `choose_threads`, and on other devices.
-        sharing: (index of this rank, number of ranks). Ranks share the machine and capture the same steps.
-        texts: the proposer that looks up drafts in texts of several requests. None: there is none.
+        share_seconds: function that returns rank 0's value of a measured time, so that all ranks decide equally.
+        threads: chooses the number of CPU threads of a step. None before `choose_threads`, and if torch's number is
+            not changed.
+        sharing: (index of this rank, number of ranks). All ranks run on one machine and capture the same steps.
+        texts: the proposer that looks up draft tokens in texts of several requests. None: there is none.
         compilers: executor that may still compile the kernels of `behind`, see `compile`. None: there is none.
         prompts: launches prefill passes.
     """
@@ -90,23 +94,28 @@ class Engine:
     def on_device(self) -> Iterator[None]:
         """Context in which work is queued on the device.
 
-        It sets device, stream and number of CPU threads, disables gradients, and replaces the caller's torch settings.
+        It sets device, stream and number of CPU threads, and disables gradients. The caller's torch settings have no
+        effect inside.
         """
         threads = self.threads.now if self.threads else None
         with shielded(self.state.lengths.device, threads), torch.inference_mode(), self.runner.on_stream():
             yield
 
     def captured_shape(self, rows: int, shape: StepShape) -> StepShape:
-        """Returns the shape with which to launch a step that needs `shape`.
+        """Returns the shape with which to launch a decode step that needs `shape`.
 
-        It is `shape` itself, unless only the corresponding shape for the longest rows is captured. Both give the same
-        bits.
+        It is `shape` itself, unless only the same step for the longest sequences is captured as a CUDA graph. Both
+        shapes give the same bits.
+
+        Args:
+            rows: number of batch slots that the step covers.
+            shape: the shape that the step needs.
         """
         wide = replace(shape, num_blocks=blocks(self.shapes.max_positions), first_block=0)
         return wide if not self.ready(rows, shape) and self.ready(rows, wide) else shape
 
     def launch(self, rows: int, shape: StepShape) -> int:
-        """Queues one step over the first `rows` rows. Returns its sequence number in the ring."""
+        """Queues one decode step over the first `rows` batch slots. Returns the number of the step in `ring`."""
         key, start = StepKey(rows, shape), time.perf_counter()
         sequence = self.ring.count(lambda: self.runner.run(key, self._body(rows, shape)))
         if self.threads:  # on the CPU the step has finished by now
@@ -114,14 +123,14 @@ class Engine:
         return sequence
 
     def ready(self, rows: int, shape: StepShape) -> bool:
-        """True if a step over the first `rows` rows needs no CUDA graph capture before its launch.
+        """True if a decode step over the first `rows` batch slots needs no CUDA graph capture before its launch.
 
-        It is always true if steps are not captured.
+        Always True if the engine does not use CUDA graphs.
         """
         return self.runner.ready(StepKey(rows, shape))
 
     def capture(self, rows: int, shape: StepShape) -> None:
-        """Captures a step over the first `rows` rows as a CUDA graph, so that it can be launched."""
+        """Captures a decode step over the first `rows` batch slots as a CUDA graph, so that it can be launched."""
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self.idle(rows))
 
     def compile(
@@ -132,15 +141,15 @@ class Engine:
         compilers: Executor | None = None,
         behind: Iterable[tuple[int, StepShape]] = (),
     ) -> None:
-        """Compiles the kernels of steps, and of prefill passes, in parallel. Called before any of them is launched.
+        """Compiles the kernels of decode steps, and of prefill passes, in parallel, before the first launch.
 
         Args:
-            steps: (rows, shape) of each step.
+            steps: (number of batch slots, shape) of each step.
             prompts: True to compile the kernels of prefill passes, too.
             compilers: executor of processes that run Triton's compiler. None: threads compile.
-            behind: (rows, shape) of further steps, whose kernels are compiled in the background. Only a launch that
-                needs such a kernel waits for it. Kernels of the first _EARLY of these steps are begun before all
-                others, because kernels of sampled steps take longest. Ignored if threads compile.
+            behind: (number of batch slots, shape) of further steps, whose kernels are compiled in the background. Only
+                a launch that needs such a kernel waits for it. The first two of these steps are begun before `steps`,
+                because the kernels of sampled steps take longest. Ignored if threads compile.
         """
         ops, others = self.modules.ops, list(behind)
         with ops.compiling(compilers), self.idle(self.state.batch):
@@ -159,12 +168,12 @@ class Engine:
     def _begin(self, steps: list[tuple[int, StepShape]], uncached: Callable[[], bool]) -> None:
         """Queues the kernels of `steps` for compilation in the background, within `compiling_behind()`.
 
-        If the kernels of the first and of the last step are compiled already, so are the others. These are then
-        skipped, because checking all of them would take the host half a second.
+        If the kernels of the first and the last step are compiled already, the other steps are assumed to be compiled
+        and are skipped. Checking all of them would take the host half a second.
 
         Args:
-            steps: (rows, shape) of each step.
-            uncached: True if a kernel was met that is not compiled yet.
+            steps: (number of batch slots, shape) of each step.
+            uncached: function that returns True if a kernel was met that is not compiled yet.
         """
         for rows, shape in (steps[0], steps[-1]):
             if not uncached():
@@ -173,7 +182,7 @@ class Engine:
             self._body(rows, shape)()
 
     def move(self, source: int, place: int) -> None:
-        """Moves row `source` to the free row `place`, with its pages and all buffers."""
+        """Moves the request in batch slot `source` to the free slot `place`, with its KV cache pages and buffers."""
         self.pages.move(source, place)
         self.state.move(source, place)
         if self.modules.features is not None:
@@ -182,9 +191,9 @@ class Engine:
             self.modules.prompt_ends.copy(place, self.modules.prompt_ends, source)
 
     def choose_threads(self) -> None:
-        """Chooses the number of CPU threads of a step, by the time of a step of one row without drafts.
+        """Chooses the number of CPU threads of a decode step, by timing a step over one sequence without draft tokens.
 
-        Later calls do nothing.
+        Does nothing if the number is chosen already, or if torch's number is not to be changed.
         """
         if self.mean_weight is None or self.threads is not None:
             return
@@ -196,10 +205,11 @@ class Engine:
         self.threads = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
 
     def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
-        """Measures a step of this shape while no row runs, and waits for the device.
+        """Measures the time of a decode step while no request runs. Waits for the device.
 
         Args:
-            rows, shape: rows of the launch, and shape of the step.
+            rows: number of batch slots that the step covers.
+            shape: shape of the step.
             repeats: number of steps that are timed.
 
         Returns:
@@ -219,12 +229,13 @@ class Engine:
         *,
         processed: bool = False,
     ) -> float:
-        """Measures a step of a call, see `seconds`. All ranks get the same number.
+        """Measures the time of a decode step in seconds, see `seconds`. All ranks get the same number.
 
         Args:
-            rows: rows of the launch.
-            k, sampler, top_logprobs, processed: see StepShape.
-            lengths: largest and smallest number of tokens of a row.
+            rows: number of batch slots that the step covers.
+            k: number of draft tokens per sequence.
+            sampler, top_logprobs, processed: see StepShape.
+            lengths: largest and smallest number of tokens of a sequence.
             repeats: number of steps that are timed.
         """
         shape = self.shapes.typical(k, sampler, top_logprobs, *lengths, processed=processed)
@@ -236,12 +247,12 @@ class Engine:
         """Measures runs of `body`, after one run that is not counted.
 
         Args:
-            key: key under which `body` is captured.
-            body: a step, or a part of one.
+            key: key under which `body` is captured as a CUDA graph.
+            body: function that launches a decode step, or a part of one.
             repeats: number of measured runs.
 
         Returns:
-            _MEANS times of one run in seconds. Each is the mean of repeats / _MEANS runs.
+            Three times of one run in seconds. Each is the mean over a third of the runs.
         """
         self.runner.run(key, body)
         self.ring.resync()
@@ -277,10 +288,10 @@ class Engine:
         *,
         processed: bool = False,
     ) -> list[tuple[int, StepShape]]:
-        """Returns (rows, shape) of the steps that up to `max_rows` rows may need, and that are not captured yet.
+        """Returns (number of batch slots, shape) of the decode steps that are still to be captured as CUDA graphs.
 
-        For other arguments see `StepShapes.kinds`. The largest steps come first, because all graphs share one memory
-        pool.
+        These are the steps that up to `max_rows` requests at once may need. For other arguments see `StepShapes.kinds`.
+        The largest steps come first, because all graphs share one memory pool.
         """
         sizes, kinds = reversed(self.shapes.buckets(max_rows)), tuple(grammars)
         shapes = self.shapes.kinds(ks, sampler, top_logprobs, longest, shortest, kinds, processed=processed)
@@ -290,9 +301,9 @@ class Engine:
         return [(rows, shape) for rows in sizes for shape in shapes if not self.runner.ready(StepKey(rows, shape))]
 
     def _body(self, rows: int, shape: StepShape) -> Callable[[], None]:
-        """Returns a function that launches the operations of a step over the first `rows` rows.
+        """Returns a function that launches the operations of a decode step over the first `rows` batch slots.
 
-        The function itself makes the views of buffers, because a graph replay needs none.
+        Views of buffers are made inside that function, because the replay of a CUDA graph needs no views.
         """
 
         def body() -> None:
@@ -303,9 +314,9 @@ class Engine:
 
     @contextmanager
     def idle(self, rows: int) -> Iterator[None]:
-        """Context in which the first `rows` rows are idle, so steps over them change only the ring of results.
+        """Context in which the first `rows` batch slots are idle, so steps over them change only the ring of results.
 
-        At its end the host's count of steps is set to the device's.
+        At its end the host's count of steps is set to the device's count.
         """
         try:
             with self.state.rows(0, rows).all_idle():

@@ -42,14 +42,15 @@ def explain(
     shared_vocab: SharedVocab,
     drafting: DraftPlan,
 ) -> str:
-    """Describes device, models, drafting, cache, kernels, graphs and memory of a generator, one per line.
+    """Describes a generator in lines: device, models, drafting, KV cache, kernels, CUDA graphs and memory.
 
     Args:
         settings: settings of the generator.
         engine: the running models and buffers.
-        target, draft: checkpoints of the models.
+        target: checkpoint of the target.
+        draft: checkpoint of the draft model or head. None: there is neither.
         shared_vocab: token ids that draft and target share.
-        drafting: numbers of drafts, and the choices that "auto" has made.
+        drafting: numbers of draft tokens per step, and the choices that "auto" has made.
     """
     layout, proposer = settings.layout, engine.modules.proposer
     drafter = proposer.model if isinstance(proposer, DraftModel) else None
@@ -80,9 +81,14 @@ def explain(
 
 
 def break_even_advice(stats: Stats, layout: Layout) -> str | None:
-    """Returns a warning if a draft pass, estimated by its weight bytes, costs more than its accepted tokens save.
+    """Returns a warning if draft passes take more time than accepted draft tokens save.
 
-    None if drafting may pay, or if there are too few steps to judge.
+    The time of a pass is estimated by the bytes of its weights. None: drafting may save time, there is no draft model
+    or head, or there are too few steps to judge.
+
+    Args:
+        stats: numbers of steps, drafted and accepted tokens of a call.
+        layout: sizes of the models.
     """
     judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic
     if layout.draft is None or not judged or stats.auto == AUTO:  # "auto" itself compares with plain decoding
@@ -101,17 +107,21 @@ def break_even_advice(stats: Stats, layout: Layout) -> str | None:
 
 
 def may_lose(stats: Stats, layout: Layout) -> bool:
-    """True if drafts of a lookup were accepted so seldom that steps without drafts may have been faster."""
+    """True if steps without draft tokens may have been faster, because few draft tokens were accepted.
+
+    Always False with a draft model or head, or with too few steps to judge.
+    """
     judged = stats.drafted and stats.steps >= _STEPS_TO_JUDGE and not stats.synthetic and stats.auto != AUTO
     return layout.draft is None and bool(judged) and stats.emitted / stats.steps < 1 + stats.k / 2
 
 
 def lookup_advice(stats: Stats, plain: float, drafting: float) -> str | None:
-    """Returns a warning if steps with drafts cost more than their accepted tokens save. None: they do not.
+    """Returns a warning if steps with draft tokens take more time than the accepted tokens save. None: they do not.
 
     Args:
-        stats: counts of a call.
-        plain, drafting: seconds of a step without drafts, and of a step with `stats.k` drafts.
+        stats: numbers of steps, drafted and accepted tokens of a call.
+        plain: seconds of a step without draft tokens.
+        drafting: seconds of a step with `stats.k` draft tokens per sequence.
     """
     gained, needed = stats.emitted / stats.steps, drafting / plain
     if gained >= needed:
@@ -124,7 +134,7 @@ def lookup_advice(stats: Stats, plain: float, drafting: float) -> str | None:
 
 
 def launch_plans(settings: Settings) -> str:
-    """Returns a text that says if launch parameters of the kernels were measured on this kind of GPU."""
+    """Returns a text that says if the kernels' launch parameters were measured on GPUs of this compute capability."""
     gpu = generation_of(settings.device)
     name = "sm_" + "".join(map(str, gpu.capability))
     if gpu.measured:
@@ -133,7 +143,7 @@ def launch_plans(settings: Settings) -> str:
 
 
 def _kv(layout: Layout) -> str:
-    """Describes an 8-bit KV cache. Empty without one."""
+    """Describes an 8-bit KV cache. Returns an empty text if neither model has one."""
     if layout.kv_dtypes is None or FP8 not in layout.kv_dtypes:
         return ""
     of_target, of_draft = layout.kv_dtypes[0] == FP8, layout.draft is not None and layout.kv_dtypes[1] == FP8
@@ -199,7 +209,7 @@ def _model(checkpoint: ModelSource, dtype: str, model: object = None) -> str:
 
 
 def _in_memory(model: object) -> str:
-    """Describes how many matrices of a model with quantised weights stay in codes. Empty for a hosted model."""
+    """Describes how many matrices of a quantised model stay quantised in memory. Empty for a hosted model."""
     if not isinstance(model, Decoder):
         return ""
     matrices = model.weights.matrices()
@@ -225,7 +235,7 @@ def _drafting(
 
 
 def _drafts(drafting: DraftPlan) -> str:
-    """Describes k, and what "auto" has chosen."""
+    """Describes the number of draft tokens per step, and the choices of "auto"."""
     lines = drafting.describe()
     if not drafting.auto and not lines:
         return f"k = {drafting.max_drafts}, unless a call sets it"
@@ -296,7 +306,7 @@ _STATE_KINDS = {
 
 
 def states_of_layers(engine: Engine) -> str:
-    """Returns a text with the kind of the target's recurrent layers and of their kernels. Empty if it has none."""
+    """Describes the target's recurrent layers and their kernels. Empty if the target has no recurrent layers."""
     target = engine.modules.target
     rules = target.spec.state_rules if isinstance(target, Decoder) else ()
     if not rules:
@@ -309,9 +319,10 @@ def states_of_layers(engine: Engine) -> str:
 
 
 def shared_expert(settings: Settings, engine: Engine) -> str:
-    """Returns a text on the launches of the target's shared expert. Empty if the target has none.
+    """Describes how the target's shared expert is launched. Empty if the target has no shared expert.
 
-    A shared expert runs in the launches of the routed experts, or as a separate MLP. Then the text gives the reason.
+    A shared expert runs in the launches of the routed experts, or as a separate MLP. For a separate MLP the text gives
+    the reason.
     """
     target = engine.modules.target
     if not isinstance(target, Decoder):
@@ -338,7 +349,7 @@ def shared_expert(settings: Settings, engine: Engine) -> str:
 
 
 def _ranks(settings: Settings, engine: Engine) -> list[str]:
-    """Describes the ranks that have parts of the target, and their exchange."""
+    """Returns lines about the ranks that share the target, and how these exchange tensors. Empty without ranks."""
     if not settings.ranks:
         return []
     target = engine.modules.target

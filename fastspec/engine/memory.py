@@ -27,12 +27,14 @@ FREE_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes that a generator needs, by use. Weights count as loaded, with fused copies. Tied embeddings count once.
+    """Bytes that a generator needs, by use.
+
+    Weights count as they are in memory after loading, with fused copies. Tied embeddings count once.
 
     Attributes:
         target_weights, draft_weights: weights of target and draft.
-        target_cache: KV pages of the target, and recurrent states of its rows.
-        draft_cache: KV pages and recurrent states of the draft.
+        target_cache: KV cache pages and recurrent states of the target.
+        draft_cache: KV cache pages and recurrent states of the draft. 0 without a draft.
         buffers: the decode state, the prefill slots, the rotary tables, and texts that drafts are looked up in.
         workspace: estimated temporary memory of the largest pass, and work areas of libraries.
         exchange: memory of this GPU to which other ranks write. NCCL's own memory is not counted.
@@ -74,23 +76,23 @@ class Layout:
     """Sizes from which the memory plan is computed.
 
     Attributes:
-        batch: number of rows that decode at once.
-        max_drafts: largest k.
-        page_size: number of positions per page.
+        batch: number of batch slots: sequences that decode at once.
+        max_drafts: largest number of draft tokens per step and sequence.
+        page_size: number of positions per KV cache page.
         target, draft: specs of the models. draft is None if there is no draft model and no head.
         target_dtype, draft_dtype: dtype of weights, activations and, unless `kv_dtypes` is set, KV caches.
         chunks: numbers of prompt tokens that one prefill pass may feed, ascending.
         ops: implementation of the kernels.
-        keep_draft_probs: True if the draft's distributions are kept until verification.
+        keep_draft_probs: True if the draft's probability distributions are kept until verification.
         feature_layers: number of target layers whose hidden states the proposer reads.
-        feature_elements: number of elements per row that are kept for the proposer between steps.
+        feature_elements: number of elements per sequence that are kept for the proposer between steps.
         weights: bytes of the weights of (target, draft). None: computed from their specs.
         keeps_prefixes: True if recurrent states after prefixes of prompts are stored.
-        kv_dtypes: dtypes of the KV pages of (target, draft). None: those of the models.
+        kv_dtypes: dtypes of the KV cache pages of (target, draft). None: the dtypes of the models.
         ranks: number of processes that share the target.
         parallel_draft: True if the draft is a `ParallelDraft`.
-        prediction_tokens: largest number of tokens of a row's prediction.
-        lookup_bytes: bytes of the texts that a lookup reads.
+        prediction_tokens: largest number of tokens of a request's predicted output.
+        lookup_bytes: bytes of the texts in which draft tokens are looked up.
     """
 
     batch: int
@@ -115,35 +117,42 @@ class Layout:
 
     @property
     def cache_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtypes of the KV pages of (target, draft)."""
+        """Dtypes of the KV cache pages of (target, draft)."""
         return self.kv_dtypes or (self.target_dtype, self.draft_dtype)
 
     def with_batch(self, batch: int) -> Layout:
-        """Returns this layout with another number of rows."""
+        """Returns a copy of this layout with `batch` batch slots."""
         return replace(self, batch=batch)
 
     def pages_per_row(self, max_length: int) -> int:
-        """Returns the number of pages of a row of `max_length` tokens. The last step may use k + 1 positions more."""
+        """Returns the number of KV cache pages of a sequence of `max_length` tokens.
+
+        It includes `max_drafts` + 1 further positions, to which the last decode step may write.
+        """
         return -(-(max_length + self.max_drafts + 1) // self.page_size)
 
     def num_pages(self, max_length: int) -> int:
-        """Returns the number of pages of the whole KV cache, including the page for writes of unused positions."""
+        """Returns the number of pages of the whole KV cache, if sequences have up to `max_length` tokens.
+
+        It includes one page for K and V that nothing reads.
+        """
         return 1 + self.batch * self.pages_per_row(max_length)
 
     def chunks_for(self, max_length: int) -> tuple[int, ...]:
-        """Returns the sizes of prefill chunks, ascending, that rows of `max_length` tokens need."""
+        """Returns the numbers of tokens of prefill chunks, ascending, that sequences of `max_length` tokens need."""
         smaller = [size for size in self.chunks if size < max_length]
         return self.chunks[: len(smaller) + 1]
 
     def pass_tokens(self, max_length: int) -> int:
-        """Returns the number of tokens of the largest prefill pass. With Triton it may be one over several prompts."""
+        """Returns the number of tokens of the largest prefill pass. With Triton a pass may feed several prompts."""
         one = self.chunks_for(max_length)[-1]
         return max(one, min(SHARED_TOKENS, self.batch * one)) if self.ops.name == "triton" else one
 
     def plan(self, max_length: int, free: int) -> MemoryPlan:
-        """Returns the memory plan for rows of up to `max_length` tokens.
+        """Returns the bytes that a generator needs, by use.
 
         Args:
+            max_length: largest number of tokens of a sequence.
             free: free bytes on the device.
         """
         positions = self.num_pages(max_length) * self.page_size
@@ -173,14 +182,14 @@ class Layout:
 
     @property
     def kept_states(self) -> int:
-        """Number of recurrent states that the prefix cache has memory for, including one to which passes write.
+        """Number of recurrent states for which the prefix cache has memory. 0: the prefix cache stores none.
 
-        0: it stores none.
+        One of these states is the buffer to which passes write.
         """
         return 1 + max(_KEPT_STATES, 2 * self.batch) if self.keeps_prefixes else 0
 
     def _state_bytes(self, spec: ModelInfo, dtype: torch.dtype) -> int:
-        """Returns the bytes of the rows' recurrent states, and of the states that the prefix cache stores."""
+        """Returns the bytes of a model's recurrent states: those of all batch slots, and those of the prefix cache."""
         return self.batch * spec.state_bytes(self.max_drafts, dtype) + self.kept_states * spec.state_bytes(0, dtype)
 
     @property
@@ -192,7 +201,7 @@ class Layout:
         return self.target.weight_bytes(self.target_dtype), draft
 
     def state_sizes(self, max_length: int) -> StateSizes:
-        """Returns the sizes of the decode state for rows of up to `max_length` tokens."""
+        """Returns the sizes of the decode state for sequences of up to `max_length` tokens."""
         return StateSizes(
             self.batch,
             self.max_drafts,
@@ -205,19 +214,23 @@ class Layout:
 
     @property
     def max_queries(self) -> int:
-        """Largest number of tokens of a row in one pass of a step.
+        """Largest number of tokens per sequence in one pass of a decode step.
 
-        The target reads k + 1. The first pass of a draft model reads 2, and that of a `ParallelDraft` (PARD) 2 k.
+        With k draft tokens, the target's pass has k + 1. The first pass of a draft model has 2. The pass of a
+        `ParallelDraft` (PARD) has 2 k.
         """
         return max(2, 2 * self.max_drafts if self.parallel_draft else self.max_drafts + 1)
 
     def exchanged(self, max_length: int) -> tuple[int, int]:
-        """Returns the elements of the largest tensor that ranks exchange in a step, and of that in a prefill pass."""
+        """Returns the sizes of the largest tensors that ranks exchange: (in a decode step, in a prefill pass).
+
+        Sizes are numbers of elements.
+        """
         widest = max(self.target.hidden_size, -(-self.target.vocab_size // self.ranks))
         return self.batch * self.max_queries * widest, self.chunks_for(max_length)[-1] * self.target.hidden_size
 
     def _exchange_bytes(self, max_length: int) -> int:
-        """Returns the bytes of the memory that ranks share on GPUs. 0 on a CPU."""
+        """Returns the bytes of the GPU memory through which ranks exchange tensors. 0 on a CPU."""
         return room_bytes(self.ranks, *self.exchanged(max_length)) if self.ops.name == "triton" else 0
 
     def _rotary_bytes(self, max_length: int) -> int:
@@ -225,14 +238,17 @@ class Layout:
         return sum(spec.rotary_bytes(positions) for spec in (self.target, self.draft) if spec)
 
     def _shared_slot_bytes(self, max_length: int) -> int:
-        """Returns the bytes of the prefill slot of shared passes, which has a row for each block of a pass."""
+        """Returns the bytes of the buffers for prefill passes over several prompts.
+
+        These buffers have one row for each block of tokens of a pass.
+        """
         blocks = self.pass_tokens(max_length) // self.chunks[0] if self.ops.name == "triton" and self.batch > 1 else 0
         letters = self.state_sizes(max_length).letters | {"B": blocks}
         ends = blocks * self.target.hidden_size * self.target_dtype.itemsize
         return ends + sum(each.nbytes(letters) for each in BUFFERS.values() if each.prefill)
 
     def _feature_bytes(self) -> int:
-        """Returns the bytes of `feature_buffer` and `PromptEnd`, for all rows and for the prefill slot of one row."""
+        """Returns the bytes of `feature_buffer` and `PromptEnd`, for all batch slots and one prefill slot."""
         ends = (1 + self.feature_layers) * self.target.hidden_size
         return (self.batch + 1) * (self.feature_elements + ends) * self.target_dtype.itemsize
 
@@ -251,9 +267,10 @@ class Layout:
         return max(step, chunk) + self._kernels_bytes(max_length) + _LIBRARY_WORKSPACE
 
     def _logit_bytes(self) -> int:
-        """Returns the temporary bytes for the logits of a step in which rows may follow a grammar.
+        """Returns the temporary bytes for the logits of a decode step in which sequences may follow a grammar.
 
-        A hosted model also has a copy of the logits in its own dtype. Several ranks also have a copy in parts.
+        A hosted model needs a further copy of the logits, in its own dtype. Ranks that share the target need a further
+        copy, for their parts of the logits.
         """
         copies = (self.ops.logit_words or WORDS_MASKED) + int(bool(self.target.hosting) or self.ranks > 1)
         line = (self.max_drafts + 1) * 4 * self.target.vocab_size * copies
@@ -261,7 +278,7 @@ class Layout:
         return self.batch * line if limit is None else min(self.batch * line, max(limit, ROW_TILE * line))
 
     def _kernels_bytes(self, max_length: int) -> int:
-        """Returns the bytes of the kernels' work buffers for both models, in rows of `max_length` tokens."""
+        """Returns the bytes of the kernels' work buffers for both models, for sequences of `max_length` tokens."""
         positions = self.pages_per_row(max_length) * self.page_size
         specs = [spec for spec in (self.target, self.draft) if spec]
         heads = [shape for spec in specs for shape in dict.fromkeys(spec.attention_shapes)]
@@ -272,11 +289,16 @@ class Layout:
         return ends + sum(self.ops.workspace_bytes(self.batch, queries, positions, each) for each in heads)
 
     def largest_length(self, upper: int, free: int) -> int:
-        """Returns the largest max_length up to `upper` whose plan fits in `free` bytes. 0 if none fits."""
+        """Returns the largest max_length up to `upper` with which a generator needs at most `free` bytes. 0: none."""
         return _largest(upper, lambda length: self.plan(length, free).total <= free)
 
     def largest_batch(self, max_length: int, free: int) -> int:
-        """Returns the largest number of rows up to `batch` whose plan fits in `free` bytes. 0 if none fits."""
+        """Returns the largest number of batch slots up to `batch` that need at most `free` bytes. 0: none.
+
+        Args:
+            max_length: largest number of tokens of a sequence.
+            free: bytes that the generator may use.
+        """
         return _largest(self.batch, lambda rows: self.with_batch(rows).plan(max_length, free).total <= free)
 
 
@@ -289,7 +311,7 @@ def _largest(upper: int, fits: Callable[[int], bool]) -> int:
 
 
 def position_bytes(spec: ModelInfo, dtype: torch.dtype) -> int:
-    """Returns the bytes of K and V of one cached position."""
+    """Returns the bytes of K and V of one position, in all layers of a model."""
     return 2 * dtype.itemsize * sum(kv_heads * dim for _, kv_heads, dim in spec.attention_shapes)
 
 
@@ -305,9 +327,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def release_unused(device: torch.device) -> None:
-    """Runs the garbage collector, then returns the memory that torch has cached to the GPU driver.
+    """Runs the garbage collector, then returns unused memory of torch's cache to the GPU driver.
 
-    Graphs, exchanges and models refer to each other, so only the garbage collector frees them. Does nothing on a CPU.
+    CUDA graphs, models and the objects that exchange tensors between ranks refer to each other. So only the garbage
+    collector frees them. Does nothing on a CPU.
     """
     if device.type == "cuda":
         gc.collect()
@@ -315,7 +338,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def _empty_cache(device: torch.device) -> None:
-    """Releases torch's cached blocks. Does nothing without such blocks, because the call waits for the GPU."""
+    """Releases the unused blocks of torch's cache. Skips the call without such blocks, because it waits for the GPU."""
     if torch.cuda.memory_reserved(device) > torch.cuda.memory_allocated(device):
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

@@ -17,15 +17,14 @@ class PassSizes:
     """Sizes of prefill passes, and the positions at which they may begin.
 
     Attributes:
-        batch: number of rows that decode at once.
-        exact: True if the bits of a row depend on that row alone.
-        chunks: numbers of prompt tokens that one pass may feed, ascending.
-        same_bits: numbers of tokens of passes that write the same bits to the KV cache, ascending. None: only the
-            largest of `chunks`.
-        draft_chunks: the same for passes of a draft model. None: the target's numbers.
+        batch: number of batch slots: sequences that decode at once.
+        exact: True if the bits of a sequence's results do not depend on other sequences in the batch.
+        chunks: numbers of tokens that a pass over one prompt may feed, ascending.
+        same_bits: those of `chunks` with which the KV cache gets the same bits, ascending. None: only the largest.
+        draft_chunks: those of `chunks` with which a draft model's KV cache gets the same bits. None: see `same_bits`.
         batch_tokens: number of tokens of the largest pass over several prompts. 0: every prompt has its own passes.
-        budget: number of prompt tokens that may be prefilled before each step while other rows wait. None: whole
-            prompts.
+        budget: number of prompt tokens that may be prefilled before each decode step while other requests decode.
+            None: whole prompts.
     """
 
     batch: int
@@ -38,33 +37,36 @@ class PassSizes:
 
     @property
     def grid_unit(self) -> int:
-        """Number of positions between the positions at which passes may begin."""
+        """Positions at which passes may begin are multiples of this number."""
         return (self.same_bits or self.chunks[-1:])[0] if self.exact else 1
 
     @property
     def block(self) -> int:
-        """Number of tokens of a block of a shared pass. A block has consecutive tokens of one prompt."""
+        """Number of tokens of a block: consecutive tokens of one prompt that are one row of a shared pass."""
         return self.chunks[0]
 
     @property
     def most_blocks(self) -> int:
-        """Largest number of blocks of a shared pass. 0: prompts do not share passes."""
+        """Largest number of blocks of tokens in a pass over several prompts. 0: prompts do not share passes."""
         blocks = self.batch_tokens // self.block
         return blocks if blocks > 1 and self.batch > 1 else 0
 
     @property
     def shared(self) -> tuple[int, ...]:
-        """Numbers of blocks that a shared pass may have, ascending. A pass with fewer blocks is padded."""
+        """Numbers of blocks that a pass over several prompts may have, ascending. Empty: prompts do not share passes.
+
+        A pass with another number of blocks is padded to the next of these numbers.
+        """
         return (*range(_LEAST_BLOCKS, self.most_blocks, _LEAST_BLOCKS), self.most_blocks) if self.most_blocks else ()
 
     def blocks_of(self, tokens: int) -> int:
-        """Returns the number of blocks for consecutive tokens of one prompt."""
+        """Returns the number of blocks that `tokens` consecutive tokens of one prompt need."""
         return -(-tokens // self.block)
 
     def shared_blocks(self, blocks: int, *, draft: bool = False) -> int:
-        """Returns the number of blocks of the smallest shared pass for `blocks` blocks, including padding.
+        """Returns the number of blocks of the smallest shared pass that has room for `blocks` blocks.
 
-        It has at least as many tokens as the smallest pass in `same_bits`.
+        The result includes padding. The pass has at least as many tokens as the smallest pass in `same_bits`.
 
         Args:
             blocks: number of blocks with prompt tokens.
@@ -74,11 +76,13 @@ class PassSizes:
         return next(each for each in self.shared if each >= blocks and each * self.block >= least)
 
     def shares(self, chunks: Sequence[int], tokens: int, *, draft: bool = False) -> bool:
-        """True if `tokens` tokens of a prompt can be part of a shared pass, with the same bits as in their own passes.
+        """True if tokens of a prompt may be part of a pass over several prompts.
+
+        With `exact` they must get the same bits as in passes over this prompt alone.
 
         Args:
-            chunks: sizes of their own passes.
-            tokens: number of tokens.
+            chunks: sizes of the passes that would feed these tokens alone.
+            tokens: number of the tokens.
             draft: True for passes of the draft model.
         """
         if not 0 < self.blocks_of(tokens) < self.most_blocks:
@@ -86,7 +90,7 @@ class PassSizes:
         return not self.exact or set(chunks) <= set(self._same_bits(draft=draft))
 
     def _same_bits(self, *, draft: bool) -> tuple[int, ...]:
-        """Returns the sizes of the passes that write the same bits."""
+        """Returns the numbers of tokens of a pass with which the KV cache of target or draft gets the same bits."""
         same = self.same_bits or self.chunks[-1:]
         return (self.draft_chunks or same) if draft else same
 
@@ -95,7 +99,8 @@ class PassSizes:
 
         Args:
             stop, start: range of positions.
-            max_tokens: upper limit of tokens per pass, where it keeps the bits. None: no limit.
+            max_tokens: upper limit of tokens per pass. It is exceeded where smaller passes would give other bits.
+                None: no limit.
             draft: True for the passes of the draft model.
         """
         own, same = self.draft_chunks if draft else None, self.same_bits or self.chunks[-1:]

@@ -1,4 +1,4 @@
-"""Prefill passes. They feed a prompt's tokens through extra rows, the prefill slots."""
+"""Prefill passes. They feed the tokens of prompts to the models through separate buffers, the prefill slots."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ _LARGEST_CAPTURED = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
-    """Buffers of the rows that a prefill pass feeds. They are separate from the buffers of running rows.
+    """Buffers of the rows that a prefill pass feeds. They are separate from the buffers of the batch slots.
 
     Attributes:
-        state: buffers of the slot's rows. K and V are written to the pages of the rows whose prompts are fed.
+        state: buffers of the rows. K and V are written to the KV cache pages of the requests whose prompts are fed.
         start: int64 [rows], first position of the target's next pass.
-        features: [1, ..], hidden states for the proposer, to be copied to `StepModules.features`. None: it keeps none.
+        features: [1, ..], hidden states for the proposer, to be copied to `StepModules.features`. None: the proposer
+            keeps none.
         prompt_ends: last hidden states of prompts, to be copied to `StepModules.prompt_ends`. None: they are not kept.
     """
 
@@ -41,15 +42,15 @@ class PrefillSlot:
     def allocate(
         cls, state: DecodeState, features: Tensor | None = None, rows: int = 1, prompt_ends: PromptEnd | None = None
     ) -> PrefillSlot:
-        """Allocates an idle slot of `rows` rows.
+        """Allocates an idle prefill slot of `rows` rows.
 
-        With several rows, only the buffers that prefill passes read have separate memory for each row.
+        With several rows, only the buffers that prefill passes use have separate memory for each row.
 
         Args:
-            state: state of the running rows, whose widths the slot gets.
-            features: [B, ..], `StepModules.features`. The slot gets one row of it.
+            state: buffers of the batch slots. The new buffers have the same widths.
+            features: [B, ..], `StepModules.features`. The slot gets a buffer for one row. None: no buffer.
             rows: number of rows of the slot.
-            prompt_ends: `StepModules.prompt_ends`.
+            prompt_ends: `StepModules.prompt_ends`. The slot gets buffers for its rows. None: no buffers.
         """
         one = state.one_row()
         if rows > 1:
@@ -62,14 +63,14 @@ class PrefillSlot:
         return cls(one, torch.zeros_like(one.lengths), own_features, own_ends)
 
     def enter(self, state: DecodeState, row: int, start: int, *, running: bool = True) -> None:
-        """Copies row `row` of `state` to the slot's only row, so that prefill passes can feed its tokens.
+        """Copies batch slot `row` of `state` to this prefill slot's only row, so that passes can feed its tokens.
 
         Args:
-            state: state of the running rows.
-            row: index of the row in `state`.
+            state: buffers of the batch slots.
+            row: index of the batch slot.
             start: first position of the passes.
-            running: False if the row of `state` is idle, because its prompt is still being prefilled. The slot's row
-                runs nevertheless.
+            running: False if the batch slot is marked as idle, because its prompt is still being prefilled. The row of
+                the prefill slot is then marked as running.
         """
         for name, each in BUFFERS.items():
             if each.prefill:
@@ -79,11 +80,14 @@ class PrefillSlot:
         self.start.fill_(start)
 
     def enter_blocks(self, state: DecodeState, rows: Tensor, starts: Tensor, *, running: bool = True) -> None:
-        """Copies rows of `state` to the slot's first rows, one for each block of tokens. Its other rows idle.
+        """Copies batch slots of `state` to rows of this prefill slot: one row for each block of tokens.
+
+        The first rows are used. The other rows of the prefill slot become idle.
 
         Args:
-            state: state of the running rows.
-            rows: int64 [blocks], index in `state` of each block's row. A row may have several blocks.
+            state: buffers of the batch slots.
+            rows: int64 [blocks], index of the batch slot to which each block belongs. A batch slot may have several
+                blocks.
             starts: int64 [blocks], first position of each block, for target and draft.
             running: see `enter`.
         """
@@ -98,26 +102,26 @@ class PrefillSlot:
         self.state.draft_lengths[:blocks].copy_(starts)
 
     def leave(self, state: DecodeState, row: int) -> None:
-        """Copies the slot's draft length, which draft passes have changed, to row `row` of `state`.
+        """Copies the number of tokens that the draft has read to batch slot `row` of `state`.
 
-        Afterwards the slot's row is idle.
+        Afterwards this prefill slot is idle.
         """
         state.draft_lengths[row].copy_(self.state.draft_lengths[0])
         self.state.finish.fill_(IDLE)
 
     def first(self, rows: int) -> PrefillSlot:
-        """Returns views of the first `rows` rows of a slot without features."""
+        """Returns a prefill slot with views of the first `rows` rows, and without features."""
         ends = self.prompt_ends and self.prompt_ends.first(rows)
         return PrefillSlot(self.state.rows(0, rows), self.start[:rows], None, ends)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptPart:
-    """Consecutive tokens of one row, to be fed in a prefill pass that several rows share.
+    """Consecutive tokens of one prompt, to be fed in a prefill pass over several prompts.
 
     Attributes:
-        row: index of the row.
-        start: first position.
+        row: index of the prompt's batch slot.
+        start: position of the first of these tokens.
         tokens: number of tokens.
     """
 
@@ -128,15 +132,16 @@ class PromptPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptPasses:
-    """Launches prefill passes, or captures and replays them.
+    """Launches prefill passes, or captures and replays them as CUDA graphs.
 
     Attributes:
         modules: models and proposer.
-        state: the device buffers of the rows.
-        runner: launches passes, or replays captured ones.
+        state: the device buffers of all batch slots.
+        runner: launches passes, or replays their CUDA graphs.
         sizes: sizes of the passes.
-        shapes: shapes of the passes.
-        slots: prefill slots by number of rows: 1, and the numbers of blocks of shared passes.
+        shapes: makes the shapes of the passes.
+        slots: number of rows -> prefill slot. Passes over one prompt use 1 row. Passes over several prompts use one
+            row for each block of tokens.
     """
 
     modules: StepModules
@@ -150,7 +155,7 @@ class PromptPasses:
     def allocate(
         cls, modules: StepModules, state: DecodeState, runner: Runner, sizes: PassSizes, shapes: StepShapes
     ) -> PromptPasses:
-        """Allocates the slots for passes of these sizes, on the current stream."""
+        """Allocates the prefill slots for passes of these sizes, on the current stream."""
         slots = {1: PrefillSlot.allocate(state, modules.features, prompt_ends=modules.prompt_ends)}
         if sizes.shared:  # one shared pass runs at a time, so passes of all sizes use the same memory
             largest = PrefillSlot.allocate(state, None, sizes.shared[-1], modules.prompt_ends)
@@ -158,20 +163,20 @@ class PromptPasses:
         return cls(modules, state, runner, sizes, shapes, slots)
 
     def takes_whole(self, prompt: int) -> bool:
-        """True if prefill passes feed all tokens of a prompt of `prompt` tokens, including the last one.
+        """True if prefill passes feed all tokens of a prompt of `prompt` tokens, including the last token.
 
-        The first new token then comes from the last prefill pass.
+        The first new token is then computed from the last prefill pass.
         """
         return self.modules.prompt_ends is not None and prompt > self.modules.prompt_ends.threshold
 
     @property
     def reads_prompts(self) -> bool:
-        """True if the proposer has prefill passes of its own, as a draft model has."""
+        """True if the proposer has its own prefill passes, for example those of a draft model."""
         return self.modules.proposer is not None and self.modules.proposer.max_length > 0
 
     @property
     def _readers(self) -> tuple[bool, ...]:
-        """Values of `draft` for which there are prefill passes: False for the target, True for the draft."""
+        """Values of the argument `draft` for which there are prefill passes: False is the target, True the draft."""
         return (False, True) if self.reads_prompts else (False,)
 
     @property
@@ -180,7 +185,7 @@ class PromptPasses:
         return [(chunk, 1) for chunk in self.sizes.chunks] + [(self.sizes.block, rows) for rows in self.sizes.shared]
 
     def capture(self) -> None:
-        """Captures the prefill passes of up to _LARGEST_CAPTURED tokens, the largest first."""
+        """Captures prefill passes as CUDA graphs, the largest first. Passes over very many tokens are left out."""
         for chunk, rows in sorted(self._passes, key=lambda sizes: -sizes[0] * sizes[1]):
             for draft in self._readers:
                 if self._captured(chunk, rows):
@@ -192,7 +197,7 @@ class PromptPasses:
         return chunk * rows <= _LARGEST_CAPTURED
 
     def bodies(self) -> list[Callable[[], None]]:
-        """Returns functions that launch one prefill pass of each size, so that their kernels can be compiled."""
+        """Returns one function for each size of pass, which launches it, so that its kernels can be compiled."""
         return [
             self.body(chunk, chunk, draft=draft, rows=rows) for chunk, rows in self._passes for draft in self._readers
         ]
@@ -208,18 +213,19 @@ class PromptPasses:
         first: bool = True,
         scores: PromptScores | None = None,
     ) -> None:
-        """Queues prefill passes over a row's tokens, from position `start` on.
+        """Queues prefill passes over tokens of one request.
 
-        The first pass of a size is launched by the host and then captured. Later ones are replayed.
+        The first pass of each size is launched without a CUDA graph and then captured. Later passes are replayed.
 
         Args:
-            row: index of the row in `state`.
-            start: position of the first token.
-            chunks: sizes of the passes, in order.
-            draft: True for passes of the proposer, False for those of the target.
-            running: True if the row already runs. If it has ended meanwhile, the passes write nothing.
+            row: index of the request's batch slot.
+            start: position of the first token to feed.
+            chunks: numbers of tokens of the passes, in order.
+            draft: True for passes of the proposer, False for passes of the target.
+            running: True if the request already decodes. If it has ended meanwhile, the passes write nothing.
             first: True if no pass of this prompt was queued before.
-            scores: collects log-probabilities of the prompt's tokens. Such passes are not captured.
+            scores: collects log-probabilities of the prompt's tokens. Such passes are not captured. None: they are not
+                needed.
         """
         slot = self.slots[1]
         slot.enter(self.state, row, start, running=running)
@@ -238,13 +244,14 @@ class PromptPasses:
         self._leave(slot, row, draft=draft)
 
     def feed_rows(self, parts: Sequence[PromptPart], *, draft: bool, running: bool = True) -> None:
-        """Queues one prefill pass over tokens of several rows. A row gets the same bits as from passes over it alone.
+        """Queues one prefill pass over tokens of several requests.
 
-        The tokens are cut into blocks. Each block is one row of the pass. It has the positions of its tokens, and the
-        block table of the row that it belongs to. All K/V of a layer are written before its attention reads them.
+        Each request gets the same bits as from passes over its tokens alone. The tokens are cut into blocks. Each block
+        is one row of the pass, with the positions of its tokens and the block table of its request. All K/V of a layer
+        are written before its attention reads them.
 
         Args:
-            parts: tokens to feed: at most one part per row, and at most `sizes.most_blocks` blocks together.
+            parts: tokens to feed: at most one part per request, and at most `sizes.most_blocks` blocks together.
             draft, running: see `feed_row`.
         """
         block, lasts, lines = self.sizes.block, list[int](), list[tuple[int, int]]()
@@ -264,16 +271,16 @@ class PromptPasses:
         slot.state.finish.fill_(IDLE)
 
     def _leave(self, slot: PrefillSlot, row: int, *, draft: bool) -> None:
-        """Copies results of the slot's passes to row `row`, and makes the slot idle.
+        """Copies results of prefill passes from a prefill slot to batch slot `row`, and makes the prefill slot idle.
 
-        After the target's passes these include its last hidden state, for `first_token_step`.
+        After passes of the target, the results include its last hidden state, for `first_token_step`.
         """
         if slot.prompt_ends is not None and self.modules.prompt_ends is not None and not draft:
             self.modules.prompt_ends.copy(row, slot.prompt_ends, 0)
         slot.leave(self.state, row)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
-        """Replays a pass if it is captured. Else launches it, then captures it if it is small enough.
+        """Replays a prefill pass if it is captured. Otherwise launches it, then captures it if it is small enough.
 
         For arguments see `body`.
         """
@@ -287,13 +294,13 @@ class PromptPasses:
             self.runner.capture(key, body, self.slots[rows].state.all_idle, warm=True)
 
     def body(self, upto: int, chunk: int, *, draft: bool, rows: int = 1) -> Callable[[], None]:
-        """Returns a function that launches a prefill pass over the next `chunk` tokens of each row of a slot.
+        """Returns a function that launches a prefill pass over the next `chunk` tokens of each row of a prefill slot.
 
         Args:
-            upto: limit of the positions of these tokens.
+            upto: upper limit (exclusive) of the positions of these tokens.
             chunk: number of tokens per row.
-            draft: True for a pass of the proposer, False for one of the target.
-            rows: number of rows of the slot.
+            draft: True for a pass of the proposer, False for a pass of the target.
+            rows: number of rows, which is the key of the prefill slot in `slots`.
         """
         shape, slot, proposer = self.shapes.chunk(upto, chunk, GREEDY), self.slots[rows], self.modules.proposer
 
@@ -306,7 +313,12 @@ class PromptPasses:
         return lambda: proposer.catch_up(slot.state, shape, chunk)
 
     def _feed(self, slot: PrefillSlot, upto: int, chunk: int) -> Tensor:
-        """Launches a pass of the target over the next `chunk` tokens of a slot, all below position `upto`.
+        """Launches a prefill pass of the target over the next `chunk` tokens of each row of a prefill slot.
+
+        Args:
+            slot: the prefill slot.
+            upto: upper limit (exclusive) of the positions of these tokens.
+            chunk: number of tokens per row.
 
         Returns:
             The last hidden states [rows, chunk, hidden].

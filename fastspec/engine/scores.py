@@ -1,4 +1,4 @@
-"""Log-probabilities of a prompt's tokens, from the passes over the prompt."""
+"""Log-probabilities of a prompt's tokens, computed from the hidden states of its prefill passes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ SCORED = 64  # positions whose logits [64, V] are in memory at a time
 
 
 class PromptScores:
-    """Log-probabilities of one prompt's tokens from the second on, by the target's unprocessed logits.
+    """Log-probabilities of one prompt's tokens, computed from the target's unprocessed logits.
+
+    The first token has none.
 
     Args:
         prompt: token ids.
-        top: number of most probable ids to record with each token.
+        top: number of most probable ids to record at each position.
     """
 
     def __init__(self, prompt: list[int], top: int) -> None:
@@ -29,9 +31,11 @@ class PromptScores:
         """Records the log-probabilities of the tokens that follow the positions of one prefill pass.
 
         Args:
-            target: computes logits from hidden states.
-            hidden: [1, Q, hidden], the hidden states of the pass. Those from the prompt's last token on are ignored.
-            start: the first position of the pass. Passes come in order. An earlier position begins a new recording.
+            target: model that computes logits from hidden states.
+            hidden: [1, Q, hidden], last hidden states of the Q positions of the pass. Hidden states of the prompt's
+                last token and of later positions are ignored.
+            start: first position of the pass. Each pass must begin where the one before has ended. A smaller position
+                (0) discards everything recorded, and begins anew.
             tiling: tile shapes of the matrix product.
         """
         if start < self._next:
@@ -47,12 +51,12 @@ class PromptScores:
 
     @property
     def logprobs(self) -> list[float]:
-        """Log-probabilities of the tokens from the second on."""
+        """Log-probabilities of the prompt's tokens, from the second token on."""
         return [value for values, _, _ in self._parts for value in values[0].tolist()]
 
     @property
     def top_logprobs(self) -> list[list[tuple[int, float]]]:
-        """The most probable (id, log-probability) pairs at each of these tokens, largest first."""
+        """Most probable (id, log-probability) pairs for each prompt token from the second on, largest first."""
         return [
             list(zip(ids, values, strict=True))
             for _, top_ids, tops in self._parts

@@ -39,21 +39,21 @@ _ONE_CHUNK = (64,)
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a generator: its arguments, with defaults that depend on the models filled in.
+    """Settings of a generator: its arguments, and values for arguments that the user left out.
 
-    They are computed before anything is loaded or allocated.
+    Such values depend on the models. Settings are computed before any weights are loaded or memory is allocated.
 
     Attributes:
         config: arguments as the user gave them.
         device: device of all buffers.
-        layout: sizes and dtypes.
-        max_length: largest number of tokens of a row.
+        layout: sizes and dtypes from which the memory plan is computed.
+        max_length: largest number of tokens of a sequence: prompt and new tokens.
         length_reason: text with the reason for `max_length`.
-        decode_tiling: tile shapes of the matrix products of a step.
+        decode_tiling: tile shapes of the matrix products of a decode step.
         graphs: True if steps are captured as CUDA graphs.
-        memory: the memory plan.
-        verification: rule that accepts or refuses drafts.
-        auto: True if calls choose k while decoding, unless they set num_speculative_tokens.
+        memory: bytes that the generator needs, by use.
+        verification: rule that accepts or rejects draft tokens.
+        auto: True if a call that does not set num_speculative_tokens chooses it anew while decoding.
         ranks: description of the processes that share the target. Empty: this process is alone.
     """
 
@@ -71,7 +71,7 @@ class Settings:
 
     @property
     def exact(self) -> bool:
-        """True if the bits of a row depend on that row alone (`exact=True`)."""
+        """True if the bits of a sequence's results do not depend on other sequences in the batch (`exact=True`)."""
         return self.decode_tiling.rows is not None
 
 
@@ -83,8 +83,8 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
         config: arguments of the generator.
 
     Raises:
-        ValueError: a value out of range.
-        MemoryError: the plan does not fit. The message names settings that fit.
+        ValueError: a value is out of range, or does not fit the models or the device.
+        MemoryError: the generator would need more memory than is free. The message names settings that fit.
     """
     drafts = _drafts(config.num_speculative_tokens, draft, config.proposer)
     max_batch_size = check_range("max_batch_size", config.max_batch_size, 1, 1024)
@@ -124,8 +124,8 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
 def _chunks(config: Config, device: torch.device, target: ModelSource, draft: ModelSource | None) -> tuple[int, ...]:
     """Returns the numbers of prompt tokens that one prefill pass may feed, ascending.
 
-    On a CPU it is one number, unless all matrix products give the same bits for every number of tokens. Products with
-    blocked weights do so.
+    On a CPU it is one number, unless all matrix products give the same bits for every number of tokens. Only matrix
+    products with blocked weights give the same bits.
     """
     if device.type != "cpu" or ops_for(device).name != "cpu":
         return _CHUNKS[device.type]
@@ -142,9 +142,12 @@ def _chunks(config: Config, device: torch.device, target: ModelSource, draft: Mo
 def _kv_dtypes(
     config: Config, layout: Layout, target: ModelSource, draft: ModelSource | None, device: torch.device
 ) -> tuple[torch.dtype, torch.dtype] | None:
-    """Returns the dtypes of the KV pages of (target, draft). None: those of the models.
+    """Returns the dtypes of the KV cache pages of (target, draft). None: pages have the dtypes of the models.
 
-    A head has few layers, so its pages keep the model's dtype.
+    A draft head has few layers, so its pages are never stored in 8 bits.
+
+    Raises:
+        ValueError: fp8 pages are not supported for this argument, model or device.
     """
     asked = config.kv_dtype
     apart = tuple(asked) if isinstance(asked, tuple | list) else (asked, asked)
@@ -170,9 +173,15 @@ def _kv_dtypes(
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
-    """Returns the number of target layers whose hidden states are read, and the elements that are kept per row.
+    """Returns (number of target layers whose hidden states are read, number of elements that are kept per sequence).
 
-    A head or the proposer reads them. Elements are kept from one step to the next.
+    The draft head or the proposer reads the hidden states. The elements are kept from one decode step to the next.
+
+    Args:
+        target: source of the target.
+        draft: source of a draft model or head. None: there is neither.
+        proposer: the argument proposer. None: there is none.
+        drafts: largest number of draft tokens per step.
     """
     if isinstance(draft, HeadCheckpoint):
         read, shape = draft.spec.feature_layers, draft.spec.kept
@@ -197,13 +206,18 @@ def announce(settings: Settings) -> None:
 
 
 def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
-    """Returns the largest k of a generator, which determines the sizes of its buffers.
+    """Returns the largest number of draft tokens per step, which determines the sizes of buffers.
 
-    For "auto" it is the largest k that may save time: less for a draft model, whose passes cost most, than for a head.
+    For "auto" it is the largest number that may save time. It is smaller for a draft model than for a head, because
+    passes of a draft model take longer.
 
     Args:
         asked: the argument num_speculative_tokens.
-        draft, proposer: sources of drafts.
+        draft: source of a draft model or head. None: there is neither.
+        proposer: the argument proposer. None: there is none.
+
+    Raises:
+        ValueError: the number is out of range, or more than a head can draft.
     """
     limit = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
@@ -303,7 +317,7 @@ def dtype_of(dtype: torch.dtype | str | None, spec: ModelInfo, device: torch.dev
 
 
 def _free_bytes(device: torch.device, target: ModelSource) -> int:
-    """Returns the free memory for this process. Each rank has its own GPU, but ranks on a CPU share its memory."""
+    """Returns the free bytes for this process. Each rank has its own GPU, but ranks on a CPU share its memory."""
     return free_bytes(device) // (target.ranks if device.type == "cpu" else 1)
 
 
@@ -311,10 +325,13 @@ def _max_length(asked: int | None, layout: Layout, device: torch.device, free: i
     """Returns the max_length of a generator, and a text with the reason.
 
     Args:
-        asked: the argument max_length. None: the default.
+        asked: the argument max_length. None: the models' context, or the largest length that fits in memory.
         layout: sizes from which the memory plan is computed.
         device: device of the generator.
         free: free bytes on the device.
+
+    Raises:
+        MemoryError: `asked` does not fit, or no length fits.
     """
     # default: the context that both models support; above the draft's context rows continue without drafts
     context = layout.target.max_length
@@ -338,13 +355,13 @@ def _max_length(asked: int | None, layout: Layout, device: torch.device, free: i
 
 
 def _what_fits(layout: Layout, length: int, context: int, allowed: int) -> str:
-    """Returns a text with the largest length for the layout's batch size, and the largest batch size for `length`.
+    """Returns a text with the largest max_length for this batch size, and the largest batch size for this max_length.
 
     Args:
         layout: sizes from which the memory plan is computed.
-        length: the length that does not fit.
-        context: upper limit of the length.
-        allowed: bytes that the plan may need.
+        length: the max_length that does not fit.
+        context: upper limit of max_length.
+        allowed: bytes that the generator may use.
     """
     longest = layout.largest_length(context, allowed)
     if longest >= 2:

@@ -1,7 +1,7 @@
 """Releases the memory of an idle engine to the driver, and allocates it again later.
 
-Tensor objects are kept: only the storage of each one is freed, and allocated again later. Its address is then another
-one, so CUDA graphs are deleted, and captured again. Contents are treated in three ways:
+Tensor objects are kept: only the storage of each tensor is freed, and allocated again later. The new storage has
+another address, so CUDA graphs are deleted, and captured again. Contents are treated in three ways:
 
 | memory | contents |
 |---|---|
@@ -42,7 +42,7 @@ class Asleep:
     """Memory that a sleeping engine has released, and the contents to restore.
 
     Attributes:
-        level: 1: caches and buffers were released, 2: weights, too.
+        level: 1: caches and buffers were released. 2: weights were released, too.
         freed: number of released bytes.
     """
 
@@ -54,10 +54,13 @@ class Asleep:
     _steps: list[Hashable] = field(default_factory=list)
 
     def regain(self, engine: Engine) -> None:
-        """Allocates all memory again, and restores the contents as the module's table says.
+        """Allocates all memory again, and restores the saved contents.
+
+        KV cache pages and recurrent states contain zeros afterwards. Weights of `lay_down`'s `dropped` must be loaded
+        again.
 
         Raises:
-            MemoryError: there is not enough; the engine still sleeps.
+            MemoryError: there is not enough memory; the engine still sleeps.
         """
         with engine.on_device():
             taken: list[torch.UntypedStorage] = []
@@ -80,7 +83,7 @@ class Asleep:
         engine.finish()
 
     def recapture(self, engine: Engine) -> None:
-        """Captures the steps and prompt passes again that were captured before."""
+        """Captures all decode steps and prefill passes again that were captured before the engine slept."""
         steps = [key for key in self._steps if isinstance(key, StepKey)]
         with engine.on_device():
             for key in steps:
@@ -94,9 +97,9 @@ def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[
 
     Args:
         engine: the engine.
-        level: see `Asleep`.
+        level: 1 or 2, see `Asleep`. Only stored in the result.
         kept: weights that keep their memory.
-        dropped: weights that lose their memory and values, and will be loaded again.
+        dropped: weights whose memory is released without a copy. They will be loaded again.
     """
     device = engine.state.lengths.device
     engine.finish()
@@ -152,7 +155,7 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _caches(objects: Iterable[object]) -> list[Tensor]:
-    """Returns K, V and recurrent states among the objects."""
+    """Returns the tensors of all KV caches and recurrent states among the objects."""
     found: list[Tensor] = []
     for each in objects:
         if isinstance(each, PagedKVCache):
@@ -165,7 +168,7 @@ def _caches(objects: Iterable[object]) -> list[Tensor]:
 
 
 def _storages(roots: Sequence[Any], objects: Iterable[object] | None = None) -> dict[int, torch.UntypedStorage]:
-    """Returns the storages of all tensors that can be reached from `roots`, each once, by an id of the storage.
+    """Returns {address of the storage object: storage} for all tensors that can be reached from `roots`.
 
     Args:
         roots: objects that hold tensors.
@@ -182,7 +185,8 @@ def _storages(roots: Sequence[Any], objects: Iterable[object] | None = None) -> 
 def _reachable(roots: Sequence[Any]) -> Iterator[object]:
     """Yields the objects that can be reached from `roots` by references.
 
-    Objects of other packages, such as a user's own proposer, are left out with everything that only they refer to.
+    Objects of most other packages are left out, for example a user's own proposer. So are objects that only these
+    refer to.
     """
     seen: set[int] = set()
     waiting: list[Any] = list(roots)
@@ -202,7 +206,10 @@ def _reachable(roots: Sequence[Any]) -> Iterator[object]:
 
 
 def _give_pages_back(storage: torch.UntypedStorage) -> None:
-    """Sets a storage that torch cannot free to zero. On Linux its whole pages go back to the system until their use."""
+    """Sets a storage that torch cannot free to zero.
+
+    On Linux its whole memory pages are also returned to the operating system. They are allocated again when used.
+    """
     start, size, page = storage.data_ptr(), storage.nbytes(), mmap.PAGESIZE
     first, last = -(-start // page) * page, (start + size) // page * page
     if sys.platform != "linux" or first >= last:

@@ -1,4 +1,4 @@
-"""Shapes of steps and prefill passes. Captured graphs differ by shape."""
+"""Shapes of decode steps and prefill passes. Each shape has its own CUDA graph."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _USUAL_LENGTH = 256  # assumed length of rows when a step is timed before any ro
 
 @dataclass(frozen=True, slots=True)
 class StepShapes:
-    """Makes the shapes of the steps of one engine.
+    """Makes the shapes of one engine's decode steps and prefill passes.
 
     Attributes:
-        batch: largest number of rows.
-        row_tokens: number of columns of `DecodeState.tokens`: tokens of the longest row, plus 1.
-        max_drafts: largest k.
+        batch: number of batch slots.
+        row_tokens: number of columns of `DecodeState.tokens`: tokens of the longest possible sequence, plus 1.
+        max_drafts: largest number of draft tokens per step and sequence.
         tiling: tile shapes of the matrix products of a step.
-        static: True if steps are captured. Then few shapes must serve all lengths.
-        verification: rule that accepts or refuses drafts.
-        reads_back: number of newest tokens of a row that a step may feed the draft, see `ProposerBase`.
+        static: True if steps are captured as CUDA graphs. Then few shapes must serve all sequence lengths.
+        verification: rule that accepts or rejects draft tokens.
+        reads_back: number of a sequence's newest tokens that a step may feed to the draft model, see `ProposerBase`.
     """
 
     batch: int
@@ -37,27 +37,34 @@ class StepShapes:
 
     @property
     def max_positions(self) -> int:
-        """Number of positions per row in a step over the longest rows."""
+        """Largest number of positions per sequence: those of the longest sequence, and of its draft tokens."""
         return self.row_tokens + self.max_drafts
 
     @property
     def middle_length(self) -> int:
-        """Length of a row whose captured step is the second smallest. Its positions are in the first EARLY_BLOCKS."""
+        """Largest number of tokens of a sequence for which the second smallest captured step is enough.
+
+        All positions of such a sequence lie in the first EARLY_BLOCKS blocks of keys.
+        """
         return _LEAST_ROOM * _ROOM_GROWTH - self.max_drafts
 
     def bucket(self, rows: int) -> int:
-        """Returns the launch size of a step over the first `rows` rows: the next power of two, but at most `batch`."""
+        """Returns the number of batch slots that a step for `rows` requests covers.
+
+        It is `rows` rounded up to a power of two, but at most `batch`.
+        """
         return min(1 << (rows - 1).bit_length(), self.batch)
 
     def buckets(self, max_rows: int) -> list[int]:
-        """Returns the buckets of steps of up to `max_rows` rows, ascending."""
+        """Returns all values of `bucket` for 1 to `max_rows` requests, ascending."""
         return sorted({self.bucket(rows) for rows in range(1, max_rows + 1)})
 
     def room(self, positions: int) -> int:
-        """Returns `positions` rounded up to the number of positions per row for which a step is captured.
+        """Returns `positions` rounded up to a number of positions per sequence for which a step is captured.
 
-        A captured step launches programs for all its positions. With one captured step for the longest rows, most of
-        thousands of programs would be idle. Attention needs more launches per layer for positions after EARLY_BLOCKS.
+        The CUDA graph of a step launches CTAs for all its positions. If one graph served sequences of every length,
+        most of thousands of CTAs would be idle for short ones. Attention needs more launches per layer for positions
+        after the first EARLY_BLOCKS blocks of keys.
         """
         room = _LEAST_ROOM
         while room < positions:
@@ -75,7 +82,13 @@ class StepShapes:
         *,
         processed: bool = False,
     ) -> StepShape:
-        """Returns the shape of a step over rows of `shortest` to `longest` tokens. For other arguments see `kinds`."""
+        """Returns the shape of a decode step over sequences of `shortest` to `longest` tokens.
+
+        Args:
+            k: number of draft tokens per sequence.
+            sampler, top_logprobs, processed: see StepShape.
+            longest, shortest: largest and smallest number of tokens of a sequence.
+        """
         positions = longest + k
         if self.static:
             positions = self.room(positions)  # round up, so that few captured steps serve all lengths
@@ -102,16 +115,22 @@ class StepShapes:
         *,
         processed: bool = False,
     ) -> StepShape:
-        """Returns the shape of a step that is run only to time it. For the arguments see `step`.
+        """Returns the shape of a decode step that is run only to time it. For the arguments see `step`.
 
-        If steps are not captured, rows are assumed to have _USUAL_LENGTH tokens.
+        If steps are not captured, `longest` and `shortest` are ignored. A usual sequence length is assumed instead.
         """
         if not self.static:
             longest, shortest = min(_USUAL_LENGTH, self.row_tokens), 0
         return self.step(k, sampler, top_logprobs, longest, shortest, processed=processed)
 
     def chunk(self, upto: int, chunk: int, sampler: str) -> StepShape:
-        """Returns the shape of a prefill pass over `chunk` prompt tokens per row, all of them below position `upto`."""
+        """Returns the shape of a prefill pass.
+
+        Args:
+            upto: upper limit (exclusive) of the positions of the pass.
+            chunk: number of prompt tokens that the pass feeds per row.
+            sampler: see StepShape.
+        """
         if self.static:
             upto = self.row_tokens
         return StepShape(0, sampler, blocks(upto), Tiling(chunk, chunk))
@@ -127,12 +146,12 @@ class StepShapes:
         *,
         processed: bool = False,
     ) -> list[StepShape]:
-        """Returns the shapes of all steps that a call may need, over rows of `shortest` to `longest` tokens.
+        """Returns the shapes of all decode steps that a call may need.
 
         Args:
-            ks: numbers of drafts that a step may have.
+            ks: numbers of draft tokens per sequence that a step may have.
             sampler, top_logprobs, processed: see StepShape.
-            longest, shortest: largest and smallest number of tokens of a row.
+            longest, shortest: largest and smallest number of tokens of a sequence.
             grammars: values of `StepShape.grammars` that a step may have.
         """
         call = sampler, top_logprobs, longest, shortest

@@ -21,17 +21,18 @@ _REST = 256  # number of steps with one thread after several slow steps
 
 @dataclass(slots=True)
 class Threads:
-    """Chooses the number of torch's CPU threads for a generator's steps. It holds in every Python thread that calls.
+    """Chooses the number of torch's CPU threads for a generator's decode steps.
 
-    Threads that share an operation wait for each other at its end. If other processes use the cores, such a wait may
-    last a whole time slice, and small models have many operations. So the number is chosen by measurement. When steps
-    become many times slower, one thread works alone for a while.
+    The choice is the same for all Python threads that launch steps. Threads that share an operation wait for each other
+    at its end. If other processes use the cores, such a wait may last a whole time slice, and small models have many
+    operations. So the number is chosen by measurement. When steps become many times slower, one thread works alone for
+    a while.
 
     Attributes:
         limit: torch's number of threads at the measurement.
         why: text with the reason for `chosen`.
         chosen: number of threads that was fastest in the measurement.
-        now: number of threads of the next step.
+        now: number of threads for the next step: `chosen`, or 1 after several slow steps.
     """
 
     limit: int
@@ -52,7 +53,7 @@ class Threads:
         Args:
             limit: upper limit of the number of threads.
             elements: mean number of elements of a weight matrix.
-            seconds: measures one pass with a given number of threads. Called only if there is a choice.
+            seconds: function that measures one pass with a given number of threads. Called only if there is a choice.
         """
         if limit == 1:
             return cls(limit)
@@ -68,10 +69,11 @@ class Threads:
         return cls(limit, count, f"measured, {why}", count)
 
     def took(self, kind: Hashable, seconds: float) -> None:
-        """Records the time of a step. May change `now`.
+        """Records the time of a decode step. May change `now`, the number of threads for the next step.
 
         Args:
-            kind: (rows, drafts, sampler) of the step. Only times of the same kind are compared.
+            kind: (number of batch slots, number of draft tokens, sampler) of the step. Only times of the same kind are
+                compared.
             seconds: time of the step.
         """
         if self.chosen == 1:
@@ -86,7 +88,10 @@ class Threads:
             self.now, self._rest, self._slow, self._before, self._alone = 1, _REST, 0, seconds, []
 
     def _take_alone(self, kind: Hashable, seconds: float) -> None:
-        """Records the time of a step with one thread, after slow steps with several threads. See `took`."""
+        """Records the time of a step that ran with one thread, because steps with several threads had become slow.
+
+        For arguments see `took`.
+        """
         self._rest -= 1
         if len(self._alone) < _IN_A_ROW:
             self._alone.append(seconds)
@@ -97,16 +102,16 @@ class Threads:
             self.now = self.chosen
 
     def __str__(self) -> str:
-        """Describes the choice, for messages and `explain()`."""
+        """Describes the chosen number of threads and the reason, for messages and `explain()`."""
         resting = f"; {self.now} for now: steps had become many times slower" if self.now != self.chosen else ""
         return f"{self.chosen} of torch's {self.limit} on the CPU ({self.why}){resting}"
 
 
 def sampling_alone(ops: Ops) -> Ops:
-    """Returns `ops` with all operations over whole distributions limited to one thread.
+    """Returns a copy of `ops` whose operations over the whole vocabulary use one torch thread.
 
-    Several threads would split a sum over a large vocabulary if there is one row, but not if there are more. The bits
-    would then depend on the numbers of rows, drafts and threads.
+    Several threads would split the sum over a large vocabulary if there is one row of logits, but not if there are
+    more. The bits would then depend on the numbers of requests, draft tokens and threads.
     """
     names = ("sampled_commit", "sampled_draw", "verify_commit", "commit", "record_logprobs", "processed_logits")
     alone = {name: _alone(getattr(ops, name)) for name in names}

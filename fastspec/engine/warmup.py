@@ -1,4 +1,7 @@
-"""Warm-up of a call: captures its steps, and times them if k is chosen while decoding."""
+"""Warm-up of a call: captures its decode steps as CUDA graphs.
+
+The steps are also timed if k, the number of draft tokens per step, is chosen while decoding.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from fastspec.proposers.readings import choose_reading
 from fastspec.scheduling.draft_length import DraftChoice
 from fastspec.shapes import FULL, GRAMMAR_ONLY, GRAMMARS, GREEDY, StepShape
 
-_ALIKE = 1.15  # ratio of step times from which on the ks between two are measured, too
+_ALIKE = 1.15  # if the step times of two ks have a larger ratio, a k between them is measured, too
 
 
 def warm_up_for(
@@ -34,18 +37,18 @@ def warm_up_for(
     loaded: Callable[[], None] = lambda: None,
     compilers: Executor | None = None,
 ) -> None:
-    """Captures and times the steps that a call with up to `rows` rows may need, with progress bars.
+    """Captures the decode steps that a call with up to `rows` requests at once may need, and times them if needed.
 
     Args:
         engine: engine of the generator.
-        rows: number of rows that decode at once.
-        choice: numbers of drafts, sampler kind and log-probabilities of the call.
-        longest, shortest: largest and smallest number of tokens of a row.
-        progress: True to show the bars.
+        rows: number of requests that decode at once.
+        choice: numbers of draft tokens, sampler kind and log-probabilities of the call.
+        longest, shortest: largest and smallest number of tokens of a sequence.
+        progress: True to show progress bars.
         prompts: True to compile and capture prefill passes, too.
-        loaded: waits until another thread has filled the weights. Called after the kernels are compiled.
+        loaded: function that waits until another thread has filled the weights. Called after the kernels are compiled.
         compilers: the constructor's executor for `Engine.compile`. It also starts to compile the kernels of
-            `steps_of_options`, without waiting for them. None: processes are started here if a kernel is missing.
+            `steps_of_options`, without waiting for them. None: an executor is made here if a step is not captured yet.
 
     Raises:
         RuntimeError: a step could not be captured; the message names it.
@@ -75,15 +78,16 @@ def warm_up_for(
 
 
 def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tuple[int, StepShape]]:
-    """Returns (rows, shape) of steps that together launch every kernel that a call with options or long rows may need.
+    """Returns (number of batch slots, shape) of decode steps that calls with options or long sequences may need.
 
-    The likeliest steps come first: sampled ones with the most drafts, over one row and over all rows. Then come steps
-    with log-probabilities, grammars and long rows. Steps that launch the same kernels are listed once.
+    Together these steps launch every kernel of such calls. The likeliest come first: sampled steps with the most draft
+    tokens, over one batch slot and over all. Then come steps with log-probabilities, grammars and long sequences. Each
+    step is listed once.
 
     Args:
         engine: engine of the generator.
-        rows: number of rows that decode at once.
-        choice: numbers of drafts of a call without options.
+        rows: number of requests that decode at once.
+        choice: numbers of draft tokens of a call without options.
     """
     longest = engine.shapes.row_tokens - 1
     short, middle, unguided = (0, 0), (min(longest, engine.shapes.middle_length), 0), (None,)
@@ -109,7 +113,10 @@ def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tup
 
 
 def _choose_reading(engine: Engine) -> None:
-    """Runs `choose_reading` for the engine's models, before anything is captured and before any row uses the pages."""
+    """Runs `choose_reading` for the engine's models.
+
+    This happens before any CUDA graph is captured, and before any request uses the KV cache pages.
+    """
     chunk, pages = engine.sizes.chunks[0], engine.state.block_table.shape[1]
     shape = engine.shapes.chunk(chunk, chunk, GREEDY)
     with engine.on_device():
@@ -122,8 +129,8 @@ def compilers_for(
 ) -> AbstractContextManager[Executor | None]:
     """Context that starts worker processes for compiling kernels, if the generator will run on CUDA.
 
-    Yields their executor, or None for another device. It is entered before the arguments are checked, so that the
-    processes start while the models are found.
+    Yields the executor of these processes. None: the generator will run on another device, or without CUDA graphs. The
+    context is entered before the arguments are checked, so that the processes start while the models are found.
 
     Args:
         target, device, graphs: arguments of the constructor, not checked yet.
@@ -142,7 +149,12 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
     """Context in which allocated weights are read from their checkpoints.
 
     On CUDA another thread reads them, while this thread compiles kernels. The context yields a function that waits for
-    all weights, and raises an error of loading. At its end it cancels what is not read yet.
+    all weights. If loading has failed, that function raises the error. At the end of the context the loading of weights
+    that are not read yet is cancelled.
+
+    Args:
+        pending: weights that are allocated, but not read yet.
+        device: device of the weights.
     """
 
     def fill() -> None:
@@ -162,9 +174,17 @@ def filling(pending: Sequence[Pending], device: torch.device) -> Iterator[Callab
 
 
 def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, int], progress: bool) -> None:
-    """Measures the times of steps that the controller of `choice` does not know yet.
+    """Measures the times of decode steps that the controller of `choice` does not know yet.
 
-    Without CUDA graphs a step takes long. Then only steps over all rows are timed, with the ks that `timed_ks` picks.
+    Without CUDA graphs a step takes long. Then only steps over all batch slots are timed, and only for the ks that
+    `timed_ks` picks.
+
+    Args:
+        engine: engine of the generator.
+        rows: number of requests that decode at once.
+        choice: numbers of draft tokens of the call, and the controller that chooses among them.
+        lengths: largest and smallest number of tokens of a sequence.
+        progress: True to show a progress bar.
     """
     controller = choice.controller
     assert controller is not None, "the caller saw to it"
@@ -191,14 +211,15 @@ def _time(engine: Engine, rows: int, choice: DraftChoice, lengths: tuple[int, in
 
 
 def timed_ks(ks: Sequence[int], seconds: Callable[[int], float]) -> dict[int, float]:
-    """Returns {k: seconds of a step} for all ks. Only some ks are measured, found by bisection between first and last.
+    """Returns {k: seconds of a decode step with k draft tokens} for all ks. Only some ks are measured.
 
-    Times between two measured ks are interpolated if their ratio is at most `_ALIKE`. A step becomes longer when its
-    matrix products need one more tile of rows. The ks on both sides of such a jump are measured.
+    These are found by bisection, beginning with the first and the last k. If the times of two measured ks are almost
+    equal, the times between them are interpolated. A step becomes longer when its matrix products need one more tile of
+    rows. The ks on both sides of such a jump are measured.
 
     Args:
-        ks: numbers of drafts, ascending.
-        seconds: measures the step of one k, in seconds.
+        ks: numbers of draft tokens per step, ascending.
+        seconds: function that measures a step with k draft tokens, in seconds.
     """
     found = {k: seconds(k) for k in (ks[0], ks[-1])}
     open_ = [(0, len(ks) - 1)]

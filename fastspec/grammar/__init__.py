@@ -1,1 +1,1 @@
-"""Structured output: the user's grammar, its compilation, and the state of a row in its grammar."""
+"""Structured output: the user's grammar, its compilation, and the state of each request in its grammar."""

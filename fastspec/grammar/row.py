@@ -50,7 +50,7 @@ class Matcher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GrammarStep:
-    """Draft tokens and masks of one row for one step.
+    """Draft tokens and token masks of one request for one decode step.
 
     Attributes:
         drafts: draft tokens, all allowed by the grammar.
@@ -104,7 +104,7 @@ class GivenTokens:
 
 
 class RowGrammar:
-    """State of one row in its grammar.
+    """State of one request in its grammar.
 
     Args:
         matcher: matcher of the compiled grammar, in its start state.
@@ -245,10 +245,10 @@ def _bits(ids: Iterable[int], words: int) -> NDArray[np.int32]:
 
 
 class _Lookup:
-    """Table that finds the tokens which followed an earlier occurrence of a row's last tokens.
+    """Table that finds the tokens which followed an earlier occurrence of a request's last tokens.
 
     Args:
-        prompt: the first tokens of the row.
+        prompt: token ids of the request's prompt, with which the table begins.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:

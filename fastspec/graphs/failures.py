@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def device_failed(error: RuntimeError) -> RuntimeError:
-    """Returns the error to raise for an error that CUDA has reported.
+    """Converts an error that CUDA has reported to an error with advice. The caller raises it.
 
-    CUDA may report it in a later call than the one that caused it.
+    CUDA may report an error in a later call than the call that caused it.
     """
     return RuntimeError(
         f"the CUDA device failed: {str(error).splitlines()[0]}. Nothing on it can go on in this process: start a new "

@@ -1,4 +1,4 @@
-"""Keys of captured CUDA graphs. All graphs of an engine have different keys, by which messages name them."""
+"""Keys of captured CUDA graphs. Each graph of an engine has its own key, and messages name the graph by it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from fastspec.shapes import KEY_BLOCK, StepShape
 
 
 class StepKey(NamedTuple):
-    """Key of a decoding step.
+    """Key of a decode step.
 
     Attributes:
-        rows: number of rows that the launch covers.
-        shape: everything else that is fixed in a captured step.
+        rows: number of batch slots that the step covers.
+        shape: everything else that is fixed in a captured step, such as the number of draft tokens.
     """
 
     rows: int
@@ -26,7 +26,7 @@ class PromptKey(NamedTuple):
     Attributes:
         tokens: number of tokens per row.
         draft: True for a pass of the draft model.
-        rows: number of rows of the pass. Several rows may have tokens of one prompt.
+        rows: number of rows of the pass. Several rows may have tokens of the same prompt.
     """
 
     tokens: int
@@ -38,7 +38,7 @@ class PartKey(NamedTuple):
     """Key of one part of a step, which is captured separately to measure its time.
 
     Attributes:
-        part: "draft" or "score".
+        part: "draft" (the draft's passes) or "score" (the target's pass).
         step: key of the whole step.
     """
 
@@ -47,7 +47,7 @@ class PartKey(NamedTuple):
 
 
 def describe(key: Hashable) -> str:
-    """Formats a key for messages and profilers. A key of another type is formatted by `str`."""
+    """Describes the step or pass of a key, for messages and profilers. A key of another type is formatted by `str`."""
     if isinstance(key, StepKey):
         return _step(key.rows, key.shape)
     if isinstance(key, PromptKey):

@@ -1,8 +1,8 @@
 """Result ring: steps write their emitted tokens to host memory, and the host reads them without a call of CUDA.
 
-An entry is int64 [1 + B*(5 + K)]: a sequence number, then for each row emitted, accepted, drafted, finish and its block
-of K+1 tokens. On CUDA the ring is pinned memory that the device writes to (kernels/sampling/publish.py). The sequence
-number is stored last. So an entry with the expected number is complete.
+An entry is int64 [1 + B*(5 + K)]: the number of the step, then the fields of `RowResult` for each of B batch slots. The
+last field is a block of K+1 tokens. On CUDA the ring is pinned memory that the device writes to
+(kernels/sampling/publish.py). The number of the step is stored last. So an entry with the expected number is complete.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HEADER = 4  # emitted, accepted, drafted, finish
 
 
 class Watch(Protocol):
-    """Callbacks that check the other processes on which a step depends."""
+    """Callbacks that check if other processes (ranks), on which a step depends, still run."""
 
     def launched(self) -> None:
         """Records the launch of a step. Called before each launch."""
@@ -40,7 +40,7 @@ class Watch(Protocol):
 
 
 class NoOthers:
-    """Watch of a process that depends on no other."""
+    """Callbacks for a process that depends on no other process. They do nothing."""
 
     def launched(self) -> None:
         """Does nothing."""
@@ -50,13 +50,13 @@ class NoOthers:
 
 
 class RowResult(NamedTuple):
-    """Result of one step for one row.
+    """Result of one step for one batch slot.
 
     Attributes:
         emitted: number of new tokens.
-        accepted: number of accepted drafts; negative values are explained at `DecodeState`.
-        drafted: number of valid drafts of the step.
-        finish: finish state of the row after the step, see `fastspec.state`.
+        accepted: number of accepted draft tokens; negative values are explained at `DecodeState`.
+        drafted: number of valid draft tokens of the step.
+        finish: state of the batch slot after the step, such as RUNNING or STOPPED, see `fastspec.state`.
         block: k + 1 tokens, of which the first `emitted` are the new ones.
     """
 
@@ -71,7 +71,8 @@ class ResultRing:
     """Ring buffer of step results, from which the host reads them.
 
     Args:
-        batch, max_drafts: largest numbers of rows and drafts of a step.
+        batch: number of batch slots.
+        max_drafts: largest number of draft tokens of a step.
         num_top: largest number of most probable ids whose log-probabilities an entry can have.
         device: device of the steps.
         pinned: True if the device writes to host memory, which Triton kernels can. Else the ring is on the device, and
@@ -80,7 +81,7 @@ class ResultRing:
 
     Attributes:
         outbox: buffers to which steps write.
-        launched: sequence number of the last launched step.
+        launched: number of steps launched so far, which is the number of the last one.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class ResultRing:
         self._unsettled = False
 
     def count(self, launch: Callable[[], None]) -> int:
-        """Calls `launch`, which queues one step, and counts it. Returns the sequence number of the step."""
+        """Calls `launch`, which queues one step, and counts the step. Returns the number of the step."""
         self._unsettled = True
         self._watch.launched()
         launch()
@@ -129,11 +130,11 @@ class ResultRing:
         self._unsettled = False
 
     def ready(self, sequence: int) -> bool:
-        """True if the results of the step with this number have arrived."""
+        """True if the results of the step with number `sequence` have arrived."""
         return bool(self._entry(sequence)[0] == sequence)
 
     def read(self, sequence: int, rows: int) -> list[RowResult]:
-        """Waits for a step, and returns its results for the first `rows` rows.
+        """Waits for the step with number `sequence`, and returns its results for the first `rows` batch slots.
 
         Raises:
             RuntimeError: the device failed, or the step ended without a result.
@@ -159,12 +160,12 @@ class ResultRing:
         return entry
 
     def logprobs(self, sequence: int, row: int, count: int, top: int) -> tuple[list[float], list[Pairs]]:
-        """Reads the log-probabilities that a step recorded for a row. `read` must have been called for the step.
+        """Reads the log-probabilities that a step recorded. `read` must have been called for the step.
 
         Args:
-            sequence: sequence number of the step.
-            row: index of the row.
-            count: number of tokens that the row emitted.
+            sequence: number of the step.
+            row: index of the batch slot.
+            count: number of tokens that the step emitted in this batch slot.
             top: number of most probable ids to return for each token.
 
         Returns:

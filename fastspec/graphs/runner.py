@@ -26,11 +26,11 @@ WARM_UPS = 2
 
 
 class Runner(Protocol):
-    """Runs steps.
+    """Interface of objects that run steps: decode steps and prefill passes.
 
     Attributes:
-        static: True if steps are captured and replayed. Then no shape of a step may depend on the rows' lengths.
-        depth: number of steps that may be launched before the result of the first one is read.
+        static: True if steps are captured as CUDA graphs and replayed. Then no shape may depend on sequence lengths.
+        depth: number of steps that may be launched before the result of the first step is read.
     """
 
     static: bool
@@ -60,7 +60,7 @@ class Runner(Protocol):
             key: everything on which `body` depends except the contents of its buffers. `keys.describe` names it in
                 messages.
             body: function that launches the step's operations.
-            idle: returns a context in which `body` changes no row.
+            idle: function that returns a context in which `body` changes no running request.
             warm: True if `body` has already run, so that its kernels are compiled and loaded.
 
         Raises:
@@ -68,13 +68,17 @@ class Runner(Protocol):
         """
 
     def use_variant(self, variant: Hashable) -> None:
-        """Selects the set of graphs that `capture` and `run` use. None is the default set. Other sets are kept."""
+        """Selects the set of graphs that `capture` and `run` use. Other sets are kept.
+
+        Args:
+            variant: any hashable name of the set. None: the default set.
+        """
 
     def forget_variant(self, variant: Hashable) -> None:
-        """Deletes a set of graphs that is not in use. None of its steps may be queued."""
+        """Deletes a set of graphs that is not selected. None of these graphs may be queued on the device."""
 
     def release(self) -> list[Hashable]:
-        """Deletes all graphs, because their buffers will get other addresses. Returns the keys of the set in use."""
+        """Deletes all graphs, because their buffers will get other addresses. Returns the keys of the selected set."""
 
     def on_stream(self) -> AbstractContextManager[object]:
         """Context in which work is queued on this runner's stream."""
@@ -91,7 +95,7 @@ class EagerRunner:
 
     Args:
         device: device of the steps.
-        depth: see Runner. By default a step is launched after the result of the previous one was read.
+        depth: see Runner. By default a step is launched after the result of the previous step was read.
     """
 
     static = False
@@ -144,7 +148,7 @@ class EagerRunner:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A captured graph with statistics.
+    """CUDA graph of a step, with statistics of its capture.
 
     Attributes:
         graph: the CUDA graph.
@@ -169,7 +173,7 @@ class GraphRunner:
         depth: see Runner.
         nvtx: True to mark captures and replays as NVTX ranges.
         warm_ups: number of runs of a step before its capture. One is enough if all kernels are from this package.
-        warming: returns a context for these runs. In it a step may skip work that loads no new kernel.
+        warming: function that returns a context for these runs. In it a step may skip work that loads no new kernel.
     """
 
     static = True
@@ -242,16 +246,16 @@ class GraphRunner:
         self._failures.pop(key, None)
 
     def use_variant(self, variant: Hashable) -> None:
-        """Selects the variant's graphs. All variants share one memory pool."""
+        """Selects the set of graphs of this name, see `Runner`. All sets share one memory pool."""
         self._graphs = self._variants.setdefault(variant, {})
 
     def forget_variant(self, variant: Hashable) -> None:
-        """Deletes the variant's graphs."""
+        """Deletes the set of graphs of this name. Does nothing if the set is selected."""
         if self._variants.get(variant) is not self._graphs:
             self._variants.pop(variant, None)
 
     def release(self) -> list[Hashable]:
-        """Deletes the graphs of all variants, and the pool that they share."""
+        """Deletes the graphs of all sets, and their memory pool. Returns the keys of the selected set."""
         keys = list(self._graphs)
         for graphs in self._variants.values():
             graphs.clear()
@@ -316,11 +320,10 @@ class GraphRunner:
 
 
 class _StreamLease:
-    """Lends one stream to one runner, until the runner is freed.
+    """CUDA stream of one runner. When the runner is freed, the next runner may use the stream.
 
     cuBLAS keeps a work area for each stream until the process ends, and captured graphs use it. So runners that exist
-    at the same time must not share a stream. A new stream for every runner would leak 32 MiB each. So streams are
-    reused.
+    at the same time must not share a stream. Streams are reused, because every new stream would leak 32 MiB.
     """
 
     def __init__(self, device: torch.device, owner: object) -> None:
@@ -340,7 +343,7 @@ class _StreamLease:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def discard(self) -> None:
-        """Prevents this stream from being lent again."""
+        """Prevents other runners from using this stream later."""
         self._finalizer.detach()
 
 

@@ -51,7 +51,7 @@ class CallInputs:
 
     Attributes:
         prompts: token ids of each prompt, without padding.
-        options: options of the call and of its rows.
+        options: options of the call and of each of its rows (one row per output sequence).
         raw: the prompts with the user's padding.
         tokenizer: reads stop strings and grammars. None if the call has neither, or if there is no tokenizer.
     """

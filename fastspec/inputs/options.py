@@ -60,8 +60,9 @@ class Options:
         rows: options of each row: `copies` rows of the first prompt, then of the second, and so on.
         copies: num_return_sequences.
         return_dict: True if `generate` returns a GenerateOutput, not a tensor.
-        num_speculative_tokens: largest draft limit of the rows. None: a row has no limit of its own.
-        auto: True if a row asks for "auto".
+        num_speculative_tokens: largest number of draft tokens per step that a row allows. None: some row has no limit
+            of its own.
+        auto: True if some row has num_speculative_tokens="auto".
         seeded: True if the user gave a seed.
         top_logprobs: number of most probable ids to record with the log-probability of each new token. None: nothing is
             recorded.

@@ -1,4 +1,4 @@
-"""Reads and checks the options of each row. If an option is a list, it has one value per prompt."""
+"""Reads and checks the options of each row (output sequence). If an option is a list, it has one value per prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RowOptions:
         bias: (id, bias) pairs, each id once. -inf bans the id.
         allowed: ids that the row may emit. None: every id.
         min_new_tokens: a stop id is not allowed before this many new tokens.
-        draft_limit: upper limit of drafts per step. 0: no speculation. None: the generator's limit.
+        draft_limit: upper limit of draft tokens per step. 0: no speculation. None: the generator's limit.
         grammar: grammar that the text must follow. None: any text.
         given: token ids that the row must emit, to record their log-probabilities. None: the target chooses them.
         processed_logprobs: True if recorded log-probabilities are those of the distribution from which the row samples.
@@ -152,7 +152,7 @@ def _draft_limit(value: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """Biases, banned ids and allowed ids of each prompt."""
+    """Biases, banned token ids and allowed token ids of each prompt."""
 
     bias: list[dict[int, float]]
     banned: list[set[int]]

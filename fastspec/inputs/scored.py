@@ -1,4 +1,4 @@
-"""Reads and checks the rows of a call of `score`. Each becomes a prompt, and the given tokens of its answer."""
+"""Reads and checks the rows of a call of `score`. A row is a prompt, followed by the tokens of a given answer."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class ScoredRow:
     Attributes:
         tokens: token ids, without padding.
         length: number of tokens of the prompt.
-        fed: number of first tokens that prefill passes feed. They never feed the last token: a step scores it.
+        fed: number of tokens, from the first on, that prefill passes feed. The last token is never among them, because
+            a decode step scores it.
     """
 
     tokens: list[int]
@@ -61,7 +62,7 @@ class ScoredRow:
 
     @property
     def given(self) -> tuple[int, ...]:
-        """Tokens that steps score."""
+        """Tokens whose log-probabilities are computed in decode steps."""
         return tuple(self.tokens[self.fed :])
 
     def parts(self, of_prompt: list[T], of_steps: list[T]) -> tuple[list[T], list[T]]:

@@ -1,6 +1,7 @@
 """KV cache in pages.
 
-Position `p` of a row is in page `block_table[row, p // page_size]` at offset `p % page_size`.
+Position `p` of the sequence in batch slot `row` is in page `block_table[row, p // page_size]`, at offset
+`p % page_size`.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ _ALIGNED = 64  # bytes, as torch aligns its own memory
 
 @dataclass(frozen=True, slots=True)
 class PagedKVCache:
-    """Keys, values and recurrent states of the rows of one model.
+    """KV cache pages and recurrent states of one model, for all sequences.
 
     Attributes:
         keys, values: [layers with attention, num_pages, page_size, num_kv_heads, head_dim] each, in the model's dtype
             or in `FP8`.
         states: states of the recurrent layers; None without such layers.
-        scales: scales of each layer with attention, for an fp8 cache. Empty: all are 1, or the cache is not fp8.
+        scales: scales of K and V of each layer with attention, for an fp8 cache. Empty: all scales are 1, or the cache
+            is not fp8.
         others: caches of the layers whose heads have other shapes than those in `keys` and `values`.
         places: for each layer (cache, index): 0 for this cache or n for others[n - 1], and the layer's index in that
             cache. Empty: all layers are in this cache.
@@ -95,7 +97,7 @@ class PagedKVCache:
         return cache.keys[at], cache.values[at]
 
     def scales_of(self, layer: int) -> KVScales | None:
-        """Returns the scales of one layer's keys and values. None: the layer has none."""
+        """Returns the scales of one layer's keys and values. None: all are 1, or the cache is not fp8."""
         return self.scales[layer] if self.scales else None
 
     @property

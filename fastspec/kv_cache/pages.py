@@ -26,7 +26,7 @@ TRASH_PAGE = 0
 
 
 class PageTable:
-    """Assigns pages to rows, and counts the rows that use each page.
+    """Assigns KV cache pages to rows (sequences in batch slots), and counts the rows that use each page.
 
     Args:
         num_pages: number of pages in the cache, including the trash page; at least 2.
@@ -73,7 +73,12 @@ class PageTable:
         return -(-num_positions // self.page_size)
 
     def fits(self, num_positions: int, shared: int = 0) -> bool:
-        """True if `reserve` would succeed now for a row whose first `shared` pages are shared."""
+        """True if `reserve` would succeed now.
+
+        Args:
+            num_positions: number of positions of the row.
+            shared: number of the row's first pages that are shared with others, and so need not be free.
+        """
         return self.pages_for(num_positions) - shared <= len(self._free)
 
     def can_fit(self, num_positions: int, shared: tuple[int, ...] = ()) -> bool:
@@ -126,7 +131,9 @@ class PageTable:
         return self._owned[row]
 
     def keep(self, pages: tuple[int, ...]) -> None:
-        """Marks pages as kept by the prefix cache, so that they are not freed with their rows. A row must use them now.
+        """Marks pages as kept by the prefix cache, so that they are not freed when their rows end.
+
+        Every page must be used by a row when this is called.
 
         Raises:
             ValueError: no row uses one of them, or it is already kept. Nothing was changed.
@@ -136,10 +143,10 @@ class PageTable:
         self._kept.update(pages)
 
     def give_up(self, pages: tuple[int, ...]) -> None:
-        """Unmarks pages that the prefix cache keeps. Those that no row uses become free.
+        """Marks pages as no longer kept by the prefix cache. Pages that no row uses become free.
 
         Raises:
-            KeyError: one of them is not kept.
+            KeyError: the prefix cache does not keep one of the pages.
         """
         for page in pages:
             self._kept.remove(page)

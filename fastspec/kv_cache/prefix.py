@@ -1,12 +1,13 @@
 """Prefix cache: pages whose K/V a later prompt with the same first tokens may use. Standard library only.
 
 Prompts are stored as a tree (as in SGLang, arXiv 2312.07104, section 3). A node stands for the `unit` tokens that
-follow those of its parent, and has the pages with their K/V. It is found by its parent and its tokens, not by a hash
-alone. So two prompts are never confused. The parent of the first nodes is the salt: everything except tokens on which
-K/V depend, such as the models.
+follow the tokens of its parent, and has the pages with their K/V. It is found by its parent and its tokens, not by a
+hash alone. So two prompts are never confused. The parent of the first nodes is the salt. It names everything on which
+K/V depend besides the tokens, such as the models.
 
-The `PageTable` owns the pages. This file only records which pages are kept, and for which tokens. A row that uses a
-node's pages uses those of all its ancestors. So all descendants of an idle node are idle.
+The `PageTable` owns the pages. This file only records which pages are kept, and for which tokens. A row (a sequence in
+a batch slot) that uses a node's pages also uses the pages of all its ancestors. So if no row uses a node, no row uses
+its descendants.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from fastspec.kv_cache.pages import PageTable
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """Node of the tree of prompts: `unit` tokens that follow those of its parent, and the pages with their K/V.
+    """Node of the tree of stored prompts: some consecutive tokens, and the KV cache pages with their K/V.
 
     Attributes:
-        parent: the node with the tokens before it. For a first node: the cache's salt.
-        tokens: the node's own tokens, and the `ahead` tokens that follow them.
-        pages: the pages with K/V of its own tokens.
+        parent: the node with the tokens before this node's. A first node has the prefix cache's salt instead.
+        tokens: the node's own tokens, and the `PrefixCache.ahead` tokens that follow them.
+        pages: the pages with K/V of the node's own tokens.
         drafted: True if the pages also have the draft's K/V.
         children: number of nodes whose parent is this node.
     """
@@ -43,15 +44,15 @@ class Node:
 
 
 class PrefixCache:
-    """Keeps pages of prompts. Frees the least recently used ones when rows need pages (LRU).
+    """Keeps KV cache pages of prompts. Frees the least recently used pages when running requests need pages (LRU).
 
     Args:
         table: owner of the pages.
         unit: number of tokens of a node, a multiple of the page size.
-        ahead: number of later tokens on which the K/V of a position also depend. It is 1 for a head that feeds token i
-            + 1 at position i, else 0.
-        salt: everything except tokens on which K/V depend, such as the names of the models.
-        on_drop: called with each node that is dropped; None: not called.
+        ahead: n if the K/V of a position also depend on the n tokens after it. It is 1 for a head that feeds token i +
+            1 at position i, and 0 for a model.
+        salt: everything on which K/V depend besides the tokens, such as the names of the models.
+        on_drop: function that is called with each node that is dropped. None: nothing is called.
 
     Raises:
         ValueError: `unit` is not a multiple of the page size.
@@ -98,18 +99,18 @@ class PrefixCache:
         return found
 
     def insert(self, nodes: list[Node], tokens: Sequence[int], pages: Sequence[int], limit: int) -> list[Node]:
-        """Adds nodes for the tokens of a row, whose pages are then kept for later prompts.
+        """Adds nodes for the tokens of a request. The request's pages are then kept for later prompts.
 
-        If another row has inserted the same tokens in the meantime, its pages are kept, and not those of this row.
+        If another request has inserted the same tokens in the meantime, the other request's pages are kept.
 
         Args:
-            nodes: path of nodes that the row already shares, starting at the first node.
-            tokens: token ids of the row.
-            pages: pages of the row, in the order of positions.
+            nodes: path of nodes that the request already shares, starting at the first node.
+            tokens: token ids of the request.
+            pages: KV cache pages of the request, in the order of positions.
             limit: only positions below this may be shared.
 
         Returns:
-            The path of nodes that the row shares from now on.
+            The path of nodes that the request shares from now on.
         """
         path = list(nodes)
         each = self.unit // self._table.page_size
@@ -128,19 +129,24 @@ class PrefixCache:
         return path
 
     def use_variant(self, variant: Hashable) -> None:
-        """Selects the variant of the models, whose nodes are separate. None: the first variant.
+        """Selects a variant of the models, for example other weights. Each variant has its own nodes.
 
         `match` and `insert` use only nodes of the selected variant. Nodes of other variants are kept.
+
+        Args:
+            variant: any hashable name of the variant. None: the first variant.
         """
         self._variant = variant
 
     @property
     def _root(self) -> Hashable:
-        """Parent of first nodes."""
+        """Parent of the first nodes: the salt and the selected variant."""
         return self._salt, self._variant
 
     def make_room(self, count: int, spared: Collection[Node] = ()) -> bool:
-        """Drops idle nodes, least recently used first, until `count` pages are free. Returns True if it succeeded.
+        """Drops nodes that no request uses, least recently used first, until `count` pages are free.
+
+        Returns True if that many pages are free now.
 
         Args:
             count: number of pages that must be free.

@@ -1,13 +1,13 @@
 """Recurrent states after prefixes of prompts, stored for later prompts along with the pages of the prefix cache.
 
-A prefix of any length can use stored K/V, because each position has its own. A recurrent state belongs to one position.
-So the states of a prompt are stored at two positions. One is after its last node that may be shared: a chat continues
-there. The other is after the last node that it shares with earlier prompts: later prompts will branch off there. A
-prompt is computed from the last position with a stored state. It still shares the pages after that position: its passes
-write the same bits there again.
+A prefix of any length can use stored K/V, because each position has its own K/V. A recurrent state belongs to one
+position. So the states of a prompt are stored at two positions. One is after its last node that may be shared: a chat
+continues there. The other is after the last node that it shares with earlier prompts: later prompts will branch off
+there. A prompt is computed from the last position with a stored state. Pages after that position are still shared: the
+passes write the same bits there again.
 
-A state is copied when it is stored and when a row begins from it. So a stored state is never in use. If there is no
-space, the least recently used one is dropped. It is also dropped with the pages of its node.
+A state is copied when it is stored, and when a request begins from it. So no request ever uses the stored copy itself.
+If there is no space, the least recently used state is dropped. A state is also dropped with the pages of its node.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from fastspec.kv_cache.states import StateCache
 
 @dataclass(slots=True)
 class StoredState:
-    """Stored states after one prefix.
+    """Stored recurrent states after one prefix.
 
     Attributes:
-        row: index of the states in the state pools of both models.
+        row: index of the states in the `StatePool` of each model.
         models: models whose state is stored: False is the target, True the draft.
     """
 
@@ -35,10 +35,10 @@ class StoredState:
 
 
 class PrefixStates:
-    """Stores recurrent states after prefixes, by the node of the prefix cache that ends at their position.
+    """Stores recurrent states after prefixes of prompts. The key of a state is the prefix cache's node that ends there.
 
     Args:
-        target, draft: recurrent states of the models. None: the model has attention in every layer. Not both are None.
+        target, draft: recurrent states of the models. None: the model has no recurrent layers. One of them is not None.
         unit: number of tokens of a node.
     """
 
@@ -55,13 +55,18 @@ class PrefixStates:
         return len(self._kept)
 
     def recurrent(self, *, draft: bool) -> bool:
-        """True if the model has recurrent states."""
+        """True if the model has recurrent states. `draft` is True for the draft, False for the target."""
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
-        """Returns the number of first positions of a path of nodes that a model need not compute.
+        """Returns the number of positions, from 0 on, that a model need not compute again.
 
-        For a model with recurrent states it is the position of the last stored state; for others all positions.
+        For a model with recurrent states they end at the last stored state. For other models they are all positions of
+        `nodes`.
+
+        Args:
+            nodes: path of nodes that a prompt shares.
+            draft: True for the draft, False for the target.
         """
         if not self.recurrent(draft=draft):
             return len(nodes) * self.unit
@@ -72,12 +77,12 @@ class PrefixStates:
         return self._kept[key].models if key in self._kept else set()
 
     def load(self, nodes: Sequence[Hashable], length: int, row: Tensor, *, draft: bool) -> None:
-        """Copies the stored state after `length` positions to a row of the model.
+        """Copies the stored state after `length` positions to a batch slot of the model. Does nothing for length 0.
 
         Args:
-            nodes: path of nodes that the row shares.
+            nodes: path of nodes that the request shares.
             length: result of `resumable` for these nodes.
-            row: int64 [1], index of the row's recurrent states.
+            row: int64 [1], index of the batch slot's recurrent states.
             draft: True for the draft, False for the target.
         """
         if not length or not self.recurrent(draft=draft):
@@ -87,9 +92,9 @@ class PrefixStates:
         self._pools[draft].load(self._kept[key].row, self._caches[draft], row, length)
 
     def capture_after(self, length: int, *, draft: bool) -> None:
-        """Makes the model's next passes copy their state after `length` positions, for a later `save`.
+        """Makes the model's next prefill passes copy their recurrent state after `length` positions, for `save`.
 
-        With a length of 0 they copy none.
+        With a length of 0 they copy no state.
         """
         if self.recurrent(draft=draft):
             self._pools[draft].at.fill_(length)
@@ -113,7 +118,7 @@ class PrefixStates:
         self.forget(key)
 
     def forget(self, key: Hashable) -> None:
-        """Drops the states stored under `key`, if any."""
+        """Drops the states that are stored under `key`. Does nothing if there are none."""
         if key in self._kept:
             self._free.append(self._kept.pop(key).row)
 

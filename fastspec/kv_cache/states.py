@@ -1,9 +1,9 @@
-"""Recurrent states of rows, stored by position, so that nothing is copied when drafts are refused.
+"""Recurrent states of sequences, stored by position, so that nothing is copied when draft tokens are rejected.
 
-A row has a ring buffer of states in each layer: the state after position p is in slot p % slots. A pass over a row from
-position n on starts from the state after n - 1. It stores the state after each position; the last `slots` of them stay.
-So a row's length selects the valid state, as it selects the valid keys. With slots = max_drafts + 1, the state after
-the last accepted token is always stored, for any number of refused drafts.
+A row (batch slot) has a ring buffer of states in each layer: the state after position p is in slot p % slots. A pass
+over a row from position n on starts from the state after n - 1. It stores the state after each position; the last
+`slots` states stay. So the length of the sequence selects the valid state, in the same way as the valid keys. With
+slots = max_drafts + 1, the state after the last accepted token is always stored, for any number of rejected tokens.
 
 The convolution of a layer reads the inputs of a few older positions. They are stored in a separate ring buffer.
 """
@@ -49,9 +49,9 @@ class StateCache:
         """Allocates zeroed states.
 
         Args:
-            rules: rule of each recurrent layer.
-            rows: number of rows.
-            max_drafts: largest number of drafts of a step.
+            rules: sizes and arithmetic of each recurrent layer.
+            rows: number of batch slots.
+            max_drafts: largest number of draft tokens of a step.
             dtype: dtype of the convolution's inputs.
             device: device of the states.
             kept: number of states of the `StatePool`, including one to which passes write. 0: there is no pool.

@@ -1,1 +1,1 @@
-"""Proposers, which make the draft tokens of a step."""
+"""Proposers: objects that make the draft tokens of a decode step."""

@@ -1,4 +1,4 @@
-"""Proposers whose head drafts one token per pass. Each pass reads the hidden state of the previous pass."""
+"""Proposers whose head makes one draft token per pass. Each pass reads the hidden state of the previous pass."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fastspec.state import DecodeState
 
 
 class ChainHead(Protocol):
-    """Passes of a head that can read its own hidden states (g) instead of the target's: `Eagle3` and `Mtp`."""
+    """Interface of heads that can read their own hidden states instead of the target's: `Eagle3` and `Mtp`."""
 
     @property
     def head(self) -> HeadSpec:
@@ -29,58 +29,66 @@ class ChainHead(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that it can draft."""
+        """Number of token ids that the head can draft."""
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the head's input g [B, Q, hidden] for the target's hidden states [B, Q, layers, target's hidden]."""
+        """Computes the head's input g, [B, Q, hidden], from hidden states of the target.
+
+        Args:
+            features: [B, Q, layers, target's hidden], hidden states of some layers of the target.
+            tiling: tile shapes of the matrix product.
+        """
 
     def absorb(self, g: Tensor, rows: ForwardBatch) -> Tensor:
         """Writes the head's K and V at the positions of `rows`, without computing its output.
 
         Args:
             g: [B, Q, hidden], the head's input at these positions.
-            rows: positions. `rows.ids` are the tokens after them: token i + 1 at position i.
+            rows: batch of Q positions per sequence. `rows.ids` are the tokens after these positions: token i + 1 at
+                position i.
 
         Returns:
-            [B, Q, *head.kept], from which `resumed` computes the result of `drafted`.
+            [B, Q, *head.kept], intermediate results from which `resumed` computes the head's output.
         """
 
     def drafted(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes K and V as `absorb` does, and computes the head's output [B, Q, hidden].
+        """Writes the head's K and V, and computes its output [B, Q, hidden].
 
-        It is the input of `logits`, `argmax` and `feature`.
+        The output is the input of `logits`, `argmax` and `feature`. For arguments see `absorb`.
         """
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the head's output, see `drafted`, from the result of `absorb` at these positions.
+        """Returns the head's output, see `drafted`, without computing K and V again.
 
-        `rows.ids` are ignored.
+        Args:
+            made: result of `absorb` at the positions of `rows`.
+            rows: batch of positions. `rows.ids` are ignored.
         """
 
     def feature(self, x: Tensor) -> Tensor:
-        """Returns the head's input g at the next position, from its output x, see `drafted`."""
+        """Returns the head's input g for the next position, [B, Q, hidden], from its output x, see `drafted`."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., vocab_size] for outputs [..., hidden] of `drafted`."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the ids of the largest logits for outputs of `drafted`; see `CausalModel.argmax`."""
+        """Writes the id of the largest logit for each output of `drafted` to `out`; see `CausalModel.argmax`."""
 
 
 class ChainDrafts(LearnedDrafts[ChainHead]):
-    """Proposer with a head that makes each draft from the previous one.
+    """Proposer with a head that makes each draft token from the previous one.
 
-    At the end of every step and prefill pass, the head's K and V at all committed positions are computed from the
-    target's hidden states. This is done after steps without drafts, too. These K and V replace those from drafting,
-    which were computed from the head's own hidden states. So the head's cache is always up to date, and drafting may
-    pause and resume.
+    At the end of every step and prefill pass, the head's K and V of committed tokens are computed from the target's
+    hidden states. This is done after steps without draft tokens, too. K and V that were written while drafting came
+    from the head's own hidden states. They are overwritten. So the head's KV cache is always up to date, and drafting
+    may pause and resume.
 
     Args:
         model, ops, vocab_map, mark, work: see `LearnedDrafts`.
         sample: token ids of a text with which `choose_reading` compares the head's readings.
 
     Attributes:
-        readings: sets of the target's hidden states that the head may read, see `HeadSpec.readings`.
+        readings: possible choices of target layers whose hidden states the head reads, see `HeadSpec.readings`.
     """
 
     def __init__(
@@ -98,16 +106,22 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         self.readings, self.sample = model.head.readings, sample
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Selects the hidden states of the target to read, see `LearnedDrafts.read`. The choice is final."""
+        """Selects the target layers whose hidden states the head reads, see `LearnedDrafts.read`.
+
+        Afterwards `readings` has only this choice.
+        """
         super().read(reading)
         self.readings = (reading,)
 
     def first_drafts(self, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """Returns the head's first draft after every position, int64 [B, Q] of target ids, for `choose_reading`.
+        """Returns the head's first draft token after every position, for `choose_reading`.
 
         Args:
             features: [B, Q, layers, hidden], hidden states of the target at the positions of `rows`.
-            rows: positions, with the tokens after them.
+            rows: batch of Q positions per sequence. `rows.ids` are the tokens after these positions.
+
+        Returns:
+            int64 [B, Q], ids of the target.
         """
         x = self.model.drafted(self.model.condense(features, rows.tiling), rows)
         flat = x.view(-1, 1, x.shape[-1])
@@ -115,10 +129,10 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         return self._target_ids(ids)
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> Tensor:
-        """Writes the head's K and V at these positions, see `FeatureReader`.
+        """Writes the head's K and V at the positions of `rows`, see `FeatureReader.take_features`.
 
         Returns:
-            For each position the result of `ChainHead.absorb`, from which the first draft after it is computed.
+            The result of `ChainHead.absorb`. The first draft token after each position is computed from it.
         """
         return self.model.absorb(self.model.condense(features, rows.tiling), rows)
 
@@ -131,13 +145,13 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         *,
         features: Tensor,
     ) -> None:
-        """Makes k drafts for each running row with at least one position; see `Proposer.propose`.
+        """Makes k draft tokens for each running sequence of at least two tokens; see `Proposer.propose`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
-            features: [B, *kept], result of `take_features` for each row's newest position. From it the first draft
-                needs only the attention of the last layer, and what follows it.
+            features: [B, *kept], result of `take_features` for the newest position of each sequence. The pass for the
+                first draft token continues from it with the attention of the head's last layer.
         """
         k, model = shape.num_drafts, self.model
         known = self._begin(state, k)[:, None]
@@ -155,22 +169,24 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, positions: Tensor, known: Tensor) -> ForwardBatch:
-        """Returns the input of the pass that makes draft j: position lengths - 2 + j and the token after it.
+        """Returns the input of the pass that makes draft token j: position lengths - 2 + j, and the token after it.
 
-        That token is draft j - 1. For j = 0 no token is needed.
+        The token after it is draft token j - 1. For j = 0 no token is needed.
 
         Args:
             state, shape: see `propose`.
-            j: number of the draft, from 0.
-            positions: int64 [B, 1], these positions.
-            known: bool [B, 1], True for running rows that draft.
+            j: index of the draft token, from 0.
+            positions: int64 [B, 1], the position lengths - 2 + j of each sequence.
+            known: bool [B, 1], True for running sequences that draft.
         """
         ids = state.draft_tokens[:, max(j - 1, 0)][:, None].contiguous()
         return shape.forward_batch(ids, positions, known, state.block_table)
 
 
 class AssistantDrafts(LearnedDrafts[Assistant]):
-    """Drafts with an assistant, one pass per draft. It has no cache: all passes of a step read the target's keys.
+    """Drafts with an assistant (a head without its own KV cache), one pass per draft token.
+
+    All passes of a step attend to K and V of the target.
 
     Args:
         model: the assistant.
@@ -196,12 +212,12 @@ class AssistantDrafts(LearnedDrafts[Assistant]):
         *,
         features: Tensor,
     ) -> None:
-        """Makes k drafts for each running row with at least one position; see `Proposer.propose`.
+        """Makes k draft tokens for each running sequence of at least two tokens; see `Proposer.propose`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
-            features: [B, target's hidden], the hidden state at each row's newest position.
+            features: [B, target's hidden], the target's hidden state at the newest position of each sequence.
         """
         k, model = shape.num_drafts, self.model
         self._begin(state, k)
@@ -217,7 +233,7 @@ class AssistantDrafts(LearnedDrafts[Assistant]):
                 ids, h = state.draft_tokens[:, j : j + 1], model.feature(x, shape.tiling)
 
     def _places(self, state: DecodeState, shape: StepShape) -> tuple[Places, Tensor]:
-        """Returns the positions from which the assistant attends, and each row's last token [B, 1]."""
+        """Returns (positions from which the assistant attends, last token of each sequence [B, 1])."""
         positions = (state.lengths[:, None] - 1).clamp_min(0)
         rows = shape.forward_batch(
             state.tokens.gather(1, positions), positions, state.running[:, None], state.block_table

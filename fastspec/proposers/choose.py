@@ -18,7 +18,7 @@ _NEEDED = ("propose", "catch_up", "max_length", "deterministic")
 
 
 def check(proposer: object, *, with_draft: bool) -> None:
-    """Refuses a proposer that cannot be used, before anything is loaded.
+    """Checks the argument `proposer` of the generator, before any model is loaded.
 
     Args:
         proposer: the argument `proposer` of the generator. None: it was not given.
@@ -52,7 +52,9 @@ def check(proposer: object, *, with_draft: bool) -> None:
 
 
 def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size: int) -> Proposer | None:
-    """Returns the proposer of a generator: the user's, the draft model or head, or lookup combined with one of these.
+    """Returns the proposer of a generator. None: decoding is plain.
+
+    It is the user's proposer, the draft model or head, or a lookup combined with the draft model or head.
 
     Args:
         proposer: the argument `proposer` of the generator. None: it was not given.
@@ -67,10 +69,10 @@ def choose(proposer: Proposer | None, model: ContinuesDrafts | None, vocab_size:
 
 
 class Guarded(Wrapping):
-    """Wrapper of the user's own proposer, which removes invalid drafts.
+    """Wrapper of the user's own proposer. It removes invalid draft tokens.
 
-    If a draft has an id that the target does not have, this draft and all later ones are removed. Nothing can raise
-    inside a step, and an unknown id would be used as an index into the target's distribution.
+    If the target has no such token id, this draft token and all later ones are removed. No error can be raised inside a
+    step, and an unknown id would be used as an index into the target's distribution.
 
     Args:
         proposer: the user's proposer.
@@ -86,7 +88,7 @@ class Guarded(Wrapping):
         return type(self._inner).__name__
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """Calls the user's proposer, then removes invalid drafts."""
+        """Calls the user's proposer, then removes invalid draft tokens."""
         self._inner.propose(state, shape, draws, **features)
         drafts = state.draft_tokens[:, : shape.num_drafts]
         known = ((drafts >= 0) & (drafts < self._vocab_size)).long().cumprod(dim=1).sum(dim=1)

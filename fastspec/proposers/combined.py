@@ -1,4 +1,4 @@
-"""Proposer that drafts by lookup or with a model. It chooses for each row the one that was right more often."""
+"""Proposer that drafts by lookup or with a model: for each sequence the one whose draft tokens were better so far."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ RATE: Final = 0.25  # weight of the last step in a row's averages
 
 
 class ContinuesDrafts(Proposer, Protocol):
-    """Proposer that can continue the drafts of a lookup: a draft model or a learned drafter."""
+    """Interface of proposers that can continue the draft tokens of a lookup: with a draft model or a learned head."""
 
     def propose(self, *arguments: Any, **features: Any) -> None:
-        """Makes drafts. Has the argument `lookup` of `DraftModel.propose`."""
+        """Makes draft tokens. Takes the argument `lookup` of `DraftModel.propose`."""
 
 
 class LookupThenModel(Wrapping):
-    """Drafts by lookup or with a model, whichever was right more often in the row.
+    """Drafts by lookup or with a model: for each sequence with the one that was right more often.
 
-    Each row has two moving averages. One is of the number of right drafts of the lookup, also in steps that used the
-    model's drafts. The other is of the number of accepted drafts of the model. A row in which lookup finds a match
-    drafts by lookup, unless the model's average is larger. Other rows draft with the model.
+    Each sequence has two moving averages. The first counts correct draft tokens of the lookup, also in steps that used
+    the model's. The second counts accepted draft tokens of the model. A sequence in which lookup finds a match drafts
+    by lookup, unless the model's average is larger. Other sequences draft with the model.
 
-    The model still runs in every row, because the shape of a step is fixed. In rows that draft by lookup, the model
-    reads the lookup's tokens. So its KV cache has the drafts of every row, and it never has to catch up. In long copies
-    lookup gives better drafts, but does not make a step cheaper.
+    The model still runs for every sequence, because the shape of a step is fixed. For sequences that draft by lookup,
+    the model reads the lookup's tokens. So its KV cache has the draft tokens of every sequence. In long copies lookup
+    gives better draft tokens, but does not make a step faster.
 
     Args:
         lookup: the lookup, which is tried first.
-        model: the draft model or learned drafter.
+        model: proposer with the draft model or learned head.
     """
 
     def __init__(self, lookup: NGram, model: ContinuesDrafts) -> None:
@@ -49,7 +49,10 @@ class LookupThenModel(Wrapping):
         return f"{self.lookup}, then {self.model} in rows where lookup finds nothing or is right less often"
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """Makes k drafts per running row. A row that is longer than the model's context has only lookup drafts."""
+        """Makes k draft tokens for each running sequence; see `Proposer.propose`.
+
+        A sequence that is longer than the model's context has only draft tokens of the lookup.
+        """
         k = shape.num_drafts
         learn(state)
         drafts, found = self.lookup.look_up(state, k)
@@ -66,13 +69,13 @@ class LookupThenModel(Wrapping):
 
 
 def learn(state: DecodeState) -> None:
-    """Updates the two averages of each row after a step, see `LookupThenModel`.
+    """Updates the two moving averages of each sequence after a step, see `LookupThenModel`.
 
-    A row is left out if drafts were not proposed for its last step.
+    A sequence is left out if its last step had no proposed draft tokens.
 
     Args:
-        state: the rows. `block` has the tokens that the last step emitted, and `lookup_drafts` the drafts that lookup
-            found for it.
+        state: the decode state. `block` has the tokens that the last step emitted. `lookup_drafts` has the draft tokens
+            that lookup found for that step.
     """
     stepped = (state.accepted >= 0) & (state.lengths - state.emitted == state.proposed_at)
     places = torch.arange(state.lookup_drafts.shape[1], device=state.lengths.device)

@@ -1,4 +1,4 @@
-"""Proposers with a DFlash head or a relative, which makes all drafts of a step in one pass over mask tokens."""
+"""Proposers with a DFlash, DSpark or DFlash2 head. One pass over mask tokens makes all draft tokens of a step."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
     """Drafts with a DFlash head (arXiv 2602.06036).
 
     At the end of every step and prefill pass, the head's K and V of committed tokens are computed from the target's
-    hidden states. This is done after steps without drafts, too. So the head's cache is always up to date, and drafting
-    may pause and resume.
+    hidden states. This is done after steps without draft tokens, too. So the head's KV cache is always up to date, and
+    drafting may pause and resume.
 
-    The head's pass is over a block: a row's last token and one mask token per draft, as in vLLM. The publishers' own
-    code always runs a block of full size. Its drafts then also attend to the masks of drafts that are not used, so with
-    fewer drafts it may give other tokens.
+    The head's pass is over a block: a sequence's last token and one mask token per draft token, as in vLLM. The
+    publishers' own code always runs a block of full size. Its draft tokens then also attend to the masks of draft
+    tokens that are not used, so with fewer draft tokens it may give other ones.
 
-    The head never reads drafts of the same step. So a draft's distribution depends only on the text before the block
-    and, in a row with penalties, on the drafts before it.
+    The head never reads draft tokens of the same step. So the distribution of a draft token depends only on the text
+    before the block. With penalties it also depends on the draft tokens before it.
 
     Args:
         model, ops, vocab_map, mark, work: see `LearnedDrafts`.
     """
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes the head's K and V at these positions, see `FeatureReader`."""
+        """Writes the head's K and V at the positions of `rows`, see `FeatureReader.take_features`."""
         self.model.store_context(features, rows)
 
     def propose(
@@ -49,26 +49,26 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
         lookup: tuple[Tensor, Tensor] | None = None,
         **features: Tensor,
     ) -> None:
-        """Makes k drafts per running row; see `Proposer.propose`.
+        """Makes k draft tokens for each running sequence; see `Proposer.propose`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
-            features: empty, because nothing is stored between steps.
+            features: empty, because no hidden states are stored between steps.
         """
         x = self._hidden(state, shape)
         state.draft_counts.fill_(shape.num_drafts)
         self._draw_block(state, shape, draws, x, lookup)
 
     def _hidden(self, state: DecodeState, shape: StepShape) -> Tensor:
-        """Runs the head over the block. Returns its hidden states for the k drafts, [B, k, hidden]."""
+        """Runs the head over its block. Returns its hidden states for the k draft tokens, [B, k, hidden]."""
         with self._mark("block"):
             return self.model.block(self._block(state, shape))[
                 :, self.model.head.rows(shape.num_drafts) - shape.num_drafts :
             ]
 
     def _block(self, state: DecodeState, shape: StepShape) -> ForwardBatch:
-        """Returns the input of the head's pass: each row's last token, and mask tokens after it."""
+        """Returns the input of the head's pass: each sequence's last token, and mask tokens after it."""
         state.draft_tokens[:, : shape.num_drafts] = self.model.head.mask_id
         ids, positions, write_mask = self.ops.feed_rows(
             state.tokens,
@@ -84,10 +84,10 @@ class DFlashDrafts(LearnedDrafts[DFlash]):
 
 
 class InOrder(DFlashDrafts):
-    """Base class of DFlash-like proposers whose drafts also depend on the previous draft.
+    """Base class of DFlash-like proposers in which each draft token also depends on the previous draft token.
 
-    The head runs once for all drafts. Then they are drawn one after the other, from logits that depend on the previous
-    token. So a draft's distribution depends on the text and on the drafts before it, as with a draft model.
+    The head runs once for all draft tokens. Then these are drawn one after the other, from logits that depend on the
+    previous token. So the distribution of a draft token depends on the text and on all draft tokens before it.
     """
 
     def propose(
@@ -98,7 +98,7 @@ class InOrder(DFlashDrafts):
         lookup: tuple[Tensor, Tensor] | None = None,
         **features: Tensor,
     ) -> None:
-        """Makes k drafts per running row; see `DFlashDrafts.propose`."""
+        """Makes k draft tokens for each running sequence; see `DFlashDrafts.propose`."""
         x = self._hidden(state, shape)
         state.draft_counts.fill_(shape.num_drafts)
         before = state.tokens.gather(1, (state.lengths[:, None] - 1).clamp_min(0))
@@ -115,18 +115,19 @@ class InOrder(DFlashDrafts):
 
     @abstractmethod
     def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
-        """Returns a function that computes the logits of draft j, fp32 [B, 1, head's ids].
+        """Returns a function that computes the logits of draft token j, fp32 [B, 1, head's ids].
 
-        The arguments of that function are j, and the tokens before draft j, int64 [B, 1].
+        The arguments of that function are j (from 0), and the token before draft token j of each sequence, int64 [B,
+        1].
 
         Args:
-            x: [B, k, hidden], the head's hidden states for all drafts.
+            x: [B, k, hidden], the head's hidden states for all draft tokens.
             shape: shape of the step.
         """
 
 
 class DSparkDrafts(InOrder):
-    """Drafts with a DSpark head: a Markov chain, whose transitions depend on the block's hidden states.
+    """Drafts with a DSpark head: logits from the block's hidden states, plus a term for the previous token.
 
     Args:
         model: the head.
@@ -144,7 +145,7 @@ class DSparkDrafts(InOrder):
 
 
 class DFlash2Drafts(InOrder):
-    """Drafts with a DFlash2 head: the most probable ids are scored again when the previous draft is known.
+    """Drafts with a DFlash2 head: the most probable ids get new scores when the previous draft token is known.
 
     Args:
         model: the head.

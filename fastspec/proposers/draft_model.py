@@ -1,6 +1,6 @@
-"""Proposers with a draft model: it drafts k tokens in k passes, or in one pass over mask tokens.
+"""Proposers with a draft model. It makes k draft tokens in k passes, or in one pass over mask tokens.
 
-Target and draft model have the same page numbers in the shared page table.
+Target and draft model use the same page table: a sequence has the same page numbers in both KV caches.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from fastspec.state import DecodeState
 class DraftModel(ProposerBase):
     """Drafts with a causal model.
 
-    The first pass of a step feeds a row's last two tokens. After full acceptance the draft model has not read the last
-    draft, so its K/V are missing. Feeding two tokens always fills that gap without a check. A model with recurrent
-    states first goes back to its state before these two tokens.
+    The first pass of a step feeds a sequence's last two tokens. If all draft tokens of the previous step were accepted,
+    the draft model has not read the last of them, so its K/V are missing. Feeding two tokens in every step computes
+    these K/V without a check. A model with recurrent states first goes back to its state before these two tokens.
 
     Args:
-        model: the draft model. Its cache has the page size and pages of the shared table.
+        model: the draft model. Its KV cache has the page size and the number of pages of the page table.
         ops: ops for everything outside the model.
-        shared_vocab: target ids below this may be drafted, and are fed to the draft model. All other tokens are fed as
-            id 0. With `vocab_map` it is the size of the target's vocabulary. Without, ids below it mean the same in
-            both models.
-        max_length: the draft model's context in tokens. A longer row continues without drafts.
-        mark: returns a context that names a pass in a profiler.
+        shared_vocab: limit of token ids. Target ids below it may be drafted, and are fed to the draft model. All other
+            tokens are fed as id 0. With `vocab_map` it is the size of the target's vocabulary. Without `vocab_map`, ids
+            below it mean the same in both models.
+        max_length: the draft model's context in tokens. A longer sequence continues without draft tokens.
+        mark: function that returns a context which names a pass in a profiler.
         work: result of `ops.sampled_work`.
-        vocab_map: map between the draft's ids and the target's. None: they are the same.
+        vocab_map: map between the token ids of draft and target. None: both models have the same ids.
     """
 
     in_pages = True
@@ -70,12 +70,12 @@ class DraftModel(ProposerBase):
     def propose(
         self, state: DecodeState, shape: StepShape, draws: Draws, lookup: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Makes k drafts per running row; see `Proposer.propose`.
+        """Makes k draft tokens for each running sequence; see `Proposer.propose`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
-            lookup: (drafts int64 [B, k], counts int64 [B]) of a lookup. The first `counts` drafts of a row are taken
-                from it, and the model continues after them. None: all drafts are the model's.
+            lookup: (draft tokens int64 [B, k], counts int64 [B]) of a lookup. The first `counts` draft tokens of each
+                sequence are taken from it, and the model continues after them. None: the model makes all draft tokens.
         """
         may_feed = (state.draft_limits > 0)[:, None] if self._recurrent else None
         for j in range(shape.num_drafts):
@@ -86,15 +86,17 @@ class DraftModel(ProposerBase):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, may_feed: Tensor | None = None) -> ForwardBatch:
-        """Returns the input of the pass that makes draft j: a row's last two tokens if j = 0, else the previous draft.
+        """Returns the input of the pass that makes draft token j.
 
-        The draft's cache may lack tokens of a row whose drafts will be ignored. This pass then writes wrong K/V, which
-        `catch_up` rewrites before they are read. Wrong recurrent states could not be undone.
+        For j = 0 it is the last two tokens of each sequence, else the previous draft token. If the draft tokens of a
+        sequence will be ignored, the model may not have read all its tokens. The pass then writes wrong K/V, which
+        `catch_up` rewrites before they are read. Wrong recurrent states could not be corrected.
 
         Args:
             state, shape: see `Proposer.propose`.
-            j: number of the draft, from 0.
-            may_feed: bool [B, 1], rows that may change their recurrent states. None: the model has none.
+            j: index of the draft token, from 0.
+            may_feed: bool [B, 1], True for sequences whose recurrent states may change. None: the model has no
+                recurrent states.
         """
         # draft j is read at position lengths + j - 2, which must be in the draft's context
         first = {"first": -2, "queries": 2, "draft_counts": state.draft_counts, "num_drafts": shape.num_drafts}
@@ -113,7 +115,10 @@ class DraftModel(ProposerBase):
         return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Feeds up to `chunk` unread tokens per running row, except its last `reads_back` tokens; see `Proposer`."""
+        """Feeds up to `chunk` tokens per running sequence that the model has not read yet; see `Proposer.catch_up`.
+
+        The last `reads_back` tokens of the sequence are left out, because `propose` feeds them.
+        """
         positions = state.draft_lengths[:, None] + torch.arange(chunk, device=state.lengths.device)
         known = (state.lengths - self.reads_back).clamp(max=self.max_length)
         write_mask = state.running[:, None] & (positions < known[:, None])
@@ -125,7 +130,13 @@ class DraftModel(ProposerBase):
         state.draft_lengths.add_(write_mask.sum(dim=1))
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, hidden: Tensor, j: int) -> None:
-        """Draws draft j of every row from hidden states [B, 1, hidden]. Writes token and distribution to the state."""
+        """Draws draft token j of every sequence. Writes the token and its distribution to `state`.
+
+        Args:
+            state, shape, draws: see `Proposer.propose`.
+            hidden: [B, 1, hidden], hidden states of the draft model.
+            j: index of the draft token, from 0.
+        """
         if shape.sampler == GREEDY and self._map is None:
             self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
             return
@@ -140,14 +151,15 @@ class DraftModel(ProposerBase):
 class ParallelDraft(DraftModel):
     """Drafts with a causal model that was trained to predict at mask tokens (PARD, arXiv 2504.18583).
 
-    One pass reads a row's tokens that the model has not read, then k - 1 masks. The last token gives draft 0, and mask
-    j gives draft j. So a draft's distribution depends only on the text and, in a row with penalties, on the drafts
-    before it. K/V at masks are not those of the drafts, so the next step feeds accepted drafts again.
+    One pass reads the tokens of a sequence that the model has not read, then k - 1 mask tokens. The last token gives
+    draft token 0, and mask j gives draft token j. So the distribution of a draft token depends only on the text. With
+    penalties it also depends on the draft tokens before it. The K/V of masks differ from those of the draft tokens, so
+    the next step feeds accepted tokens again.
 
     Args:
         model, *options: see `DraftModel`.
         mask_id: the model's id of the mask token.
-        max_drafts: largest k of any step.
+        max_drafts: largest number of draft tokens of any step.
 
     Raises:
         UnsupportedModel: the model has recurrent states, which masks would change.
@@ -172,7 +184,7 @@ class ParallelDraft(DraftModel):
     def propose(
         self, state: DecodeState, shape: StepShape, draws: Draws, lookup: tuple[Tensor, Tensor] | None = None
     ) -> None:
-        """Makes k drafts per running row; see `DraftModel.propose`."""
+        """Makes k draft tokens for each running sequence; see `DraftModel.propose`."""
         k = shape.num_drafts
         with self._mark("block"):
             rows, first = self._block(state, shape)
@@ -189,12 +201,12 @@ class ParallelDraft(DraftModel):
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _block(self, state: DecodeState, shape: StepShape) -> tuple[ForwardBatch, Tensor]:
-        """Returns the input of the pass: each row's unread tokens, and mask tokens after them.
+        """Returns the input of the pass: the unread tokens of each sequence, and mask tokens after them.
 
-        Rows have different numbers of unread tokens, at most `reads_back`. Padding after the masks writes no K/V.
+        Sequences have different numbers of unread tokens, at most `reads_back`. Padding after the masks writes no K/V.
 
         Returns:
-            The batch; and int64 [B, 1], the index of each row's last token in it.
+            The batch; and int64 [B, 1], the index in it of each sequence's last token.
         """
         lengths, k = state.lengths[:, None], shape.num_drafts
         start = torch.maximum(state.draft_lengths[:, None], lengths - self.reads_back).clamp_min(0)
@@ -209,7 +221,7 @@ class ParallelDraft(DraftModel):
         return batch, (lengths - 1 - start).clamp_min(0)
 
     def _logits(self, x: Tensor, shape: StepShape) -> list[Tensor]:
-        """Returns the logits of all k drafts, each fp32 [B, 1, target ids], from hidden states [B, k, hidden]."""
+        """Returns the logits of each draft token, fp32 [B, 1, target ids], from hidden states x [B, k, hidden]."""
         logits = self.model.logits(x, shape.tiling)
         logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
         return [logits[:, j : j + 1].contiguous() for j in range(shape.num_drafts)]
@@ -223,7 +235,7 @@ class VocabMap:
         to_draft: int64 [target ids], for each target id the draft id that is fed instead; 0 if there is none.
         places: int64 [draft ids], for each draft id the target id with the same text; the number of target ids if there
             is none.
-        known: bool [draft ids], True if there is such a target id.
+        known: bool [draft ids], True if the target has an id with the same text.
     """
 
     to_draft: Tensor
@@ -252,23 +264,27 @@ class VocabMap:
         return cls(to_draft, places, known)
 
     def best(self, logits: Tensor) -> Tensor:
-        """Returns the target id of the largest of the logits [..., draft ids], without ids that the target lacks."""
+        """Returns the target id of the largest logit. Draft ids that the target lacks are left out.
+
+        Args:
+            logits: [..., draft ids].
+        """
         return self.places[torch.where(self.known, logits, -torch.inf).argmax(dim=-1)]
 
     def in_target_ids(self, logits: Tensor) -> Tensor:
-        """Converts logits [..., draft ids] to [..., target ids], -inf for ids that the draft lacks."""
+        """Converts logits [..., draft ids] to [..., target ids]. Ids that the draft lacks get -inf."""
         wide = logits.new_full((*logits.shape[:-1], len(self.to_draft) + 1), -torch.inf)
         return wide.index_copy_(-1, self.places, logits)[..., :-1]
 
 
 def sample(ops: Ops, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int, work: Any) -> None:
-    """Draws draft j of every row from logits [B, 1, target ids]. Writes token and distribution to the state.
+    """Draws draft token j of every sequence from logits. Writes the token and its distribution to `state`.
 
     Args:
-        ops: implementation of the draw.
+        ops: implementation of the kernels.
         state, shape, draws: see `Proposer.propose`.
         logits: fp32 [B, 1, target ids].
-        j: number of the draft, from 0.
+        j: index of the draft token, from 0.
         work: result of `ops.sampled_work`.
     """
     keep = keep_draft_probs(shape)
@@ -276,9 +292,13 @@ def sample(ops: Ops, state: DecodeState, shape: StepShape, draws: Draws, logits:
 
 
 def overwrite_draft(state: DecodeState, shape: StepShape, token: Tensor, in_rows: Tensor, j: int) -> None:
-    """Replaces draft j by `token`, int64 [B], in the rows where `in_rows`, bool [B], is True.
+    """Replaces draft token j of some sequences. The new token gets probability 1 in their draft distribution.
 
-    Its distribution then has probability 1 for this token.
+    Args:
+        state, shape: see `Proposer.propose`.
+        token: int64 [B], the new token of each sequence.
+        in_rows: bool [B], True for sequences whose draft token is replaced.
+        j: index of the draft token, from 0.
     """
     state.draft_tokens[:, j] = torch.where(in_rows, token, state.draft_tokens[:, j])
     if keep_draft_probs(shape):

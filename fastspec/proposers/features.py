@@ -21,18 +21,18 @@ def hand_over_step(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Passes the hidden states of a step to the proposer, after the commit of the step.
+    """Passes the target's hidden states of a decode step to the proposer, after draft tokens were accepted or rejected.
 
-    The hidden states of newly committed positions are passed together with the tokens that follow them, which the step
-    emitted. This includes rows that ended in the step, because their pages may be reused by later prompts.
+    The hidden states of accepted positions are passed together with the tokens that follow them. Sequences that ended
+    in the step are included, because later prompts may reuse their KV cache pages.
 
     Args:
-        proposer: the proposer. Nothing is done if it has no `features`.
-        state: rows of the step.
+        proposer: the proposer. Nothing is done if it is None, or has no `features`.
+        state: buffers of the step's batch slots.
         shape: shape of the step.
-        features: [B, k+1, layers, hidden], hidden states at the positions that the step fed.
+        features: [B, k+1, layers, hidden], hidden states at the positions that the step fed to the target.
         rows: the tokens and positions that the step fed.
-        buffer: result of `feature_buffer`, with at least these rows.
+        buffer: result of `feature_buffer`, for at least B batch slots. None: nothing is stored between steps.
     """
     if takes_features(proposer):
         count = state.emitted  # 0 for rows that did not step
@@ -58,13 +58,13 @@ def hand_over_prompt(
     rows: ForwardBatch,
     buffer: Tensor | None,
 ) -> None:
-    """Passes the hidden states of a prefill pass over one row to the proposer.
+    """Passes the target's hidden states of a prefill pass to the proposer.
 
     Args:
         proposer, state, shape: see `hand_over_step`.
         features: [B, Q, layers, hidden], hidden states at the positions that the pass fed.
         rows: the tokens and positions that the pass fed.
-        buffer: [1, ..], the row's entry of the result of `feature_buffer`.
+        buffer: [1, ..], the sequence's entry of the result of `feature_buffer`. None: nothing is stored between steps.
     """
     if takes_features(proposer):
         following = state.tokens.gather(1, (rows.positions + 1).clamp(max=state.tokens.shape[1] - 1))
@@ -78,9 +78,10 @@ def hand_over_prompt(
 
 
 def _with_older(state: DecodeState, fed: ForwardBatch, older: int) -> ForwardBatch:
-    """Returns `fed` with `older` more positions before its first one, and the tokens that follow these positions.
+    """Returns `fed` with `older` more positions before the first position of each sequence.
 
-    They are written if the first position of the row is written.
+    As in `fed`, `ids` are the tokens that follow the positions. The added positions are written if the first position
+    of the sequence is written.
     """
     positions = fed.positions[:, :1] + torch.arange(-older, 0, device=fed.positions.device)
     written = fed.write_mask[:, :1] & (positions >= 0)
@@ -109,12 +110,12 @@ def _tell(
 
 
 def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
-    """Copies entry count[b] - 1 of each row b of `found` to the buffer. Rows with a count of 0 are unchanged.
+    """Copies the last valid entry of each sequence to the buffer. Sequences with a count of 0 keep their old entry.
 
     Args:
-        found: [B, Q, ..], entries of Q positions.
-        count: int64 [B], number of valid entries of each row.
-        buffer: [B, ..].
+        found: [B, Q, ..], one entry for each of Q positions.
+        count: int64 [B], number of valid entries of each sequence: the first ones.
+        buffer: [B, ..], one entry for each sequence.
     """
     wide = [1] * (found.dim() - 2)
     if found.shape[1] > 1:
@@ -124,12 +125,12 @@ def _keep_newest(found: Tensor, count: Tensor, buffer: Tensor) -> None:
 
 
 def _keep_window(joined: Tensor, count: Tensor, buffer: Tensor) -> None:
-    """Copies the n newest entries of each row to the buffer.
+    """Copies the n newest entries of each sequence to the buffer.
 
     Args:
-        joined: [B, n + Q, ..], the n entries of the buffer, then those of Q positions.
-        count: int64 [B], number of valid entries of each row among the last Q.
-        buffer: [B, n, ..].
+        joined: [B, n + Q, ..], the n entries of the buffer, then one entry for each of Q positions.
+        count: int64 [B], number of valid entries of each sequence among the Q: the first ones.
+        buffer: [B, n, ..], n entries for each sequence.
     """
     wide = [1] * (joined.dim() - 2)
     places = count[:, None] + torch.arange(buffer.shape[1], device=count.device)

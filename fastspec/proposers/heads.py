@@ -39,10 +39,11 @@ class Eagle3Drafts(ChainDrafts):
 
 
 class PEagleDrafts(ChainDrafts):
-    """Drafts with a P-EAGLE head, which makes all drafts of a step in one pass over mask tokens.
+    """Drafts with a P-EAGLE head, which makes all draft tokens of a step in one pass over mask tokens.
 
-    It reads the target's hidden states as an EAGLE-3 head does, see `ChainDrafts`. The head never reads drafts of the
-    same step. So a draft's distribution depends only on the text and, in a row with penalties, on the drafts before it.
+    It reads the target's hidden states in the same way as an EAGLE-3 head, see `ChainDrafts`. The head never reads
+    draft tokens of the same step. So the distribution of a draft token depends only on the text. With penalties it also
+    depends on the draft tokens before it.
 
     Args:
         model: the head.
@@ -68,12 +69,12 @@ class PEagleDrafts(ChainDrafts):
         *,
         features: Tensor,
     ) -> None:
-        """Makes k drafts for each running row with at least one position; see `Proposer.propose`.
+        """Makes k draft tokens for each running sequence of at least two tokens; see `Proposer.propose`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
-            features: [B, hidden], the head's input g (see `ChainHead.condense`) at each row's newest position.
+            features: [B, hidden], the head's input g (see `ChainHead.condense`) at each sequence's newest position.
         """
         known = self._begin(state, shape.num_drafts)
         with self._mark("block"):
@@ -81,10 +82,13 @@ class PEagleDrafts(ChainDrafts):
         self._draw_block(state, shape, draws, x, lookup)
 
     def _block(self, state: DecodeState, shape: StepShape, known: Tensor) -> ForwardBatch:
-        """Returns the input of the head's pass: positions lengths - 2 .. lengths + k - 3 of each row.
+        """Returns the input of the head's pass: positions lengths - 2 .. lengths + k - 3 of each sequence.
 
-        Its ids are the tokens after these positions: the row's last token, then mask tokens. `known` is bool [B], True
-        for rows that draft.
+        Its ids are the tokens after these positions: the sequence's last token, then mask tokens.
+
+        Args:
+            state, shape: see `propose`.
+            known: bool [B], True for running sequences that draft.
         """
         k = shape.num_drafts
         state.draft_tokens[:, :k] = self._head.head.mask_id
@@ -119,12 +123,12 @@ def build_head(
 
     Args:
         checkpoint: the head, already checked against its target.
-        target: the target, whose matrices are used where the head has none.
-        cache: KV pages of the head's layers.
-        dtype: dtype of the target.
+        target: the target. Its matrices are used for those that the head lacks, for example the embedding.
+        cache: KV cache of the head's layers.
+        dtype: dtype of the head's weights.
         ops: implementation of the kernels.
-        sizes: keyword arguments of `Decoder` with the largest positions, rows and tokens of a pass.
-        length: largest number of tokens of a row.
+        sizes: the keyword arguments max_positions, batch and max_queries of `Decoder`.
+        length: largest number of tokens of a sequence.
         progress: True to show a progress bar.
         mark, work: see `DraftModel`.
     """

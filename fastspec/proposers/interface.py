@@ -17,12 +17,15 @@ from fastspec.state import DecodeState
 
 
 class Proposer(Protocol):
-    """Makes the draft tokens of a step.
+    """Makes the draft tokens of a decode step.
+
+    A "row" is the batch slot of one running request, and also its sequence of tokens. k is the number of draft tokens
+    of the step, K the largest k.
 
     Attributes:
-        max_length: number of first tokens of a row that `catch_up` may feed. 0: it feeds none.
-        deterministic: True if drafts are a function of the row's tokens (and features), without random numbers. Then
-            each draft has probability 1, and draft_probs is neither written nor read.
+        max_length: largest number of a row's tokens that `catch_up` may feed, from the first one on. 0: it feeds none.
+        deterministic: True if draft tokens are a function of the row's tokens (and features), without random numbers.
+            Then each draft token has probability 1, and draft_probs is neither written nor read.
 
     A proposer that reads the target's hidden states also has:
 
@@ -31,27 +34,27 @@ class Proposer(Protocol):
 
     A proposer with features and without `take_features` is called as propose(..., features=buffer). The buffer [B, K+1,
     layers, hidden] has hidden states in the target's dtype. If the last step of a row emitted n = state.emitted tokens,
-    entry i < n belongs to position lengths - 1 - n + i. Entries from n on belong to refused drafts. Before the first
-    step of a row n is 1, and entry 0 belongs to the position before the last token of its prompt. For a prompt of one
-    token n is 0.
+    entry i < n belongs to position lengths - 1 - n + i. Entries from n on belong to rejected draft tokens. Before the
+    first step of a row n is 1, and entry 0 belongs to the position before the last token of its prompt. For a prompt of
+    one token n is 0.
 
     A proposer that stores features itself, for example in a KV cache, is a `FeatureReader` and has:
 
     - `take_features(state, shape, features, rows)`. It is called for all positions of a row except the last, in order,
-      each once, with features [B, Q, layers, hidden]. The call is made inside the pass that computed them: in a prefill
-      pass, or at the end of a step, also of one without drafts.
-    - `kept`, the shape of the entry that is stored for each row between steps; () if none is. propose is then called
-      with features=buffer [B, *kept], which has the entry that `take_features` returned for the newest position.
+      each once, with features [B, Q, layers, hidden]. The call is made in the prefill pass that computed the features,
+      or at the end of the decode step. It is made in steps without draft tokens, too.
+    - `kept`, the shape of the entry that is stored for each row between steps; () if nothing is stored. propose is then
+      called with features=buffer [B, *kept], which has the entry that `take_features` returned for the newest position.
     - optionally `computed_again` = n > 0, if the proposer's K/V of a position depend on n more tokens after the next
       one. Then `kept` is (n, layers, hidden), and the entry has the target's hidden states at a row's n newest
       positions. At the end of each step, `take_features` is called with the positions of the step and, before them, the
       n positions of that entry. It returns None.
 
-    A proposer that stores everything about a row in the row's pages has:
+    A proposer that stores everything about a row in the row's KV cache pages has:
 
     - `in_pages`, a bool: True if `catch_up` and `take_features` write only to the pages of the row. Then rows with the
-      same first tokens share these pages. Otherwise `catch_up` reads such a row from its start, and for a proposer with
-      `take_features` there is no prefix cache.
+      same first tokens share these pages. If False, `catch_up` reads every row from its start. A proposer with
+      `take_features` then has no prefix cache.
     """
 
     max_length: int
@@ -61,17 +64,22 @@ class Proposer(Protocol):
         """Writes state.draft_tokens[:, :k] and draft_counts; with `keep_draft_probs` also draft_probs[:, :k].
 
         It runs inside the step, so it must not read values on the host, and no shape may depend on data. Rows that are
-        not running may get any values. Drafts must be ids of the target. draft_probs must have the distribution from
-        which each draft was drawn. The first `draft_counts` drafts of a row are used, the others are ignored.
+        not running may get any values. Draft tokens must be ids of the target. draft_probs must have the distribution
+        from which each draft token was drawn. The first `draft_counts` draft tokens of a row are used, the others are
+        ignored.
 
         Args:
-            state: views of the rows of the step.
+            state: views of the buffers of the step's rows.
             shape: shape of the step. k is `shape.num_drafts`.
-            draws: random numbers, to be drawn for the purpose `purpose_of(shape)`.
+            draws: source of random numbers, to be drawn for the purpose `purpose_of(shape)`.
         """
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Reads up to `chunk` committed tokens per row that were not read before, and increases state.draft_lengths."""
+        """Reads tokens of each row that the proposer has not read yet, at most `chunk` of them.
+
+        Adds the numbers of tokens that were read to state.draft_lengths. Draft tokens are not read before they are
+        accepted.
+        """
 
 
 class FeatureReader(Proposer, Protocol):
@@ -93,14 +101,15 @@ class FeatureReader(Proposer, Protocol):
         data.
 
         Args:
-            state: the rows, after the commit; one row in a prefill pass.
+            state: buffers of the batch slots, after the accepted tokens were written; one slot in a prefill pass.
             shape: shape of the step or pass.
-            features: [B, Q, layers, hidden], in the target's dtype.
+            features: [B, Q, layers, hidden], hidden states in the target's dtype.
             rows: `rows.positions` are the positions of `features`, `rows.ids` the tokens that follow these positions.
-                `rows.write_mask` is False for refused drafts, rows that do not run, and padding.
+                `rows.write_mask` is False for rejected draft tokens, batch slots that do not run, and padding.
 
         Returns:
-            [B, Q, *kept], an entry for each position. That of a row's newest position is stored. None if `kept` is ().
+            [B, Q, *kept], an entry for each position. The entry of a sequence's newest position is stored. None if
+            `kept` is ().
         """
 
 
@@ -109,9 +118,9 @@ class ProposerBase(ABC):
 
     Attributes:
         max_length, deterministic, kept, computed_again, in_pages: see `Proposer`.
-        reads_back: number of a row's newest tokens that `propose` itself reads, if they were not read before.
+        reads_back: number of a sequence's newest tokens that `propose` itself reads, if they were not read before.
             `catch_up` leaves them out.
-        feeds_drafts: False if K/V of the drafts are not in the proposer's cache after `propose`.
+        feeds_drafts: True if K/V of the draft tokens are in the proposer's KV cache after `propose`.
     """
 
     max_length: int = 0
@@ -124,7 +133,7 @@ class ProposerBase(ABC):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Target layers whose residual stream the proposer reads. () by default: none."""
+        """Target layers whose residual stream the proposer reads, see `Proposer`. () by default: it reads none."""
         return ()
 
     @property
@@ -134,25 +143,25 @@ class ProposerBase(ABC):
 
     @property
     def drafter(self) -> object:
-        """The proposer that makes the drafts: this one itself. In a wrapper it is the wrapped proposer."""
+        """The proposer that makes the draft tokens: this object, or in a wrapper the wrapped proposer."""
         return self
 
     @abstractmethod
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Reads committed tokens; see `Proposer.catch_up`."""
+        """Reads tokens that the proposer has not read yet; see `Proposer.catch_up`."""
 
     def take_features(
         self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch
     ) -> Tensor | None:
-        """Reads hidden states; see `FeatureReader`. Not called unless a subclass defines it."""
+        """Reads hidden states of the target; see `FeatureReader`. Only called if a subclass defines it."""
         raise NotImplementedError
 
 
 class Wrapping(ProposerBase):
-    """Base class of proposers that wrap another one. Attributes and calls are forwarded to it.
+    """Base class of proposers that wrap another proposer. Attributes and calls are forwarded to the wrapped one.
 
     Args:
-        inner: the wrapped proposer. If it is the user's, it may have only the attributes that `Proposer` requires.
+        inner: the wrapped proposer. It may lack attributes that `Proposer` does not require.
     """
 
     def __init__(self, inner: Proposer) -> None:
@@ -164,7 +173,7 @@ class Wrapping(ProposerBase):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """Features of the wrapped proposer. `LearnedDrafts.read` may change them later."""
+        """Target layers that the wrapped proposer reads. `LearnedDrafts.read` may change them later."""
         return features_of(self._inner)
 
     @property
@@ -178,13 +187,13 @@ class Wrapping(ProposerBase):
         return self._inner
 
     def catch_up(self, state: DecodeState, shape: StepShape, chunk: int) -> None:
-        """Forwards the call."""
+        """Forwards the call to the wrapped proposer."""
         self._inner.catch_up(state, shape, chunk)
 
     def take_features(
         self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch
     ) -> Tensor | None:
-        """Forwards the call."""
+        """Forwards the call to the wrapped proposer."""
         return cast("FeatureReader", self._inner).take_features(state, shape, features, rows)
 
 
@@ -193,32 +202,38 @@ class Wrapping(ProposerBase):
 
 
 def features_of(proposer: object) -> tuple[int, ...]:
-    """Returns the target layers whose residual stream a proposer reads; () for most."""
+    """Returns the target layers whose residual stream a proposer reads. (): it reads no hidden states."""
     return tuple(getattr(proposer, "features", ()))
 
 
 def kept_of(proposer: object) -> tuple[int, ...]:
-    """Returns the shape of a row's entry that a `FeatureReader` stores between steps. () for others."""
+    """Returns the shape of the entry that a `FeatureReader` stores for each sequence between steps. (): none."""
     return tuple(getattr(proposer, "kept", ()))
 
 
 def computed_again_of(proposer: object) -> int:
-    """Returns the number of positions that a `FeatureReader` computes again in the next step. 0 for most."""
+    """Returns the number of positions that a `FeatureReader` computes again in the next step, see `Proposer`.
+
+    0 if the proposer has no such attribute.
+    """
     return int(getattr(proposer, "computed_again", 0))
 
 
 def reads_back_of(proposer: object) -> int:
-    """Returns how many of a row's newest tokens `propose` itself reads, see `ProposerBase`. 2 for most."""
+    """Returns the number of a sequence's newest tokens that `propose` itself reads, see `ProposerBase`.
+
+    2 if the proposer has no such attribute.
+    """
     return int(getattr(proposer, "reads_back", 2))
 
 
 def feeds_drafts(proposer: object) -> bool:
-    """True if K/V of drafts are in the proposer's cache after `propose`."""
+    """True if K/V of the draft tokens are in the proposer's KV cache after `propose`."""
     return bool(getattr(proposer, "feeds_drafts", True))
 
 
 def kept_in_pages(proposer: object) -> bool:
-    """True if a proposer stores everything about a row in the row's pages; see `Proposer`."""
+    """True if a proposer stores everything about a sequence in the sequence's KV cache pages; see `Proposer`."""
     return bool(getattr(proposer, "in_pages", False))
 
 
@@ -235,24 +250,24 @@ def is_deterministic(proposer: object) -> bool:
 
 
 def reads_ahead(proposer: object) -> int:
-    """Returns the number of tokens after a position on which the proposer's K/V of that position depend.
+    """Returns n if the proposer's K/V of a position depend on the n tokens after that position.
 
-    1 or more for a `FeatureReader`, else 0.
+    n is 1 or more for a `FeatureReader`, else 0.
     """
     return 1 + computed_again_of(proposer) if takes_features(proposer) else 0
 
 
 def drafter_of(proposer: object) -> object:
-    """Returns the proposer that makes the drafts: the wrapped one, if `proposer` is a wrapper."""
+    """Returns the proposer that makes the draft tokens: `proposer` itself, or the one that it wraps."""
     return proposer.drafter if isinstance(proposer, ProposerBase) else proposer
 
 
 def feature_shape(proposer: object, max_drafts: int, hidden: int) -> tuple[int, ...]:
-    """Returns the shape of the hidden states that are stored for each row between steps. () for none.
+    """Returns the shape of the data that is stored for each sequence between steps. (): nothing is stored.
 
     Args:
-        proposer: their reader, see `Proposer`.
-        max_drafts: largest number of drafts of a step.
+        proposer: the proposer that reads the data, see `Proposer`.
+        max_drafts: largest number of draft tokens of a step.
         hidden: size of the target's hidden states.
     """
     layers = features_of(proposer)
@@ -264,9 +279,9 @@ def feature_shape(proposer: object, max_drafts: int, hidden: int) -> tuple[int, 
 def feature_buffer(
     proposer: object, batch: int, max_drafts: int, hidden: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:
-    """Allocates the buffer [batch, *feature_shape] of hidden states that are stored for a proposer between steps.
+    """Allocates the buffer [batch, *feature_shape] that stores data for a proposer between steps.
 
-    None: nothing is stored.
+    Returns None if nothing is stored. For arguments see `feature_shape`; batch is the number of batch slots.
     """
     shape = feature_shape(proposer, max_drafts, hidden)
     return torch.zeros(batch, *shape, dtype=dtype, device=device) if shape else None

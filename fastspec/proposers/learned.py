@@ -27,31 +27,33 @@ class HeadModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids that it can draft."""
+        """Number of token ids that the head can draft."""
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., vocab_size] for the head's output [..., hidden]."""
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the ids of the largest logits; see `CausalModel.argmax`."""
+        """Writes the id of the largest logit for each hidden state to `out`; see `CausalModel.argmax`."""
 
 
 Model = TypeVar("Model", bound=HeadModel)
 
 
 class LearnedDrafts(ProposerBase, Generic[Model]):
-    """Proposer with a learned head. It reads hidden states as they are computed, so its cache is always up to date.
+    """Proposer with a learned head.
+
+    It reads hidden states of the target in the pass that computes them. So the head's KV cache is always up to date.
 
     Args:
-        model: the head. The first one of its `readings` is used.
+        model: the head. The first of its `readings` is used.
         ops: ops for everything outside the model.
         vocab_map: int64 [head's ids], the target's id for each id of the head. None: the head has the target's ids.
-        mark: returns a context that names a pass in a profiler.
+        mark: function that returns a context which names a pass in a profiler.
         work: result of `ops.sampled_work`.
 
     Attributes:
-        reading: boundaries between the target's layers whose hidden states the head reads. Boundary b is after b
-            layers.
+        reading: places in the target whose hidden states the head reads, as boundaries between layers. Boundary b is
+            after the first b layers.
     """
 
     features: tuple[int, ...] = ()
@@ -73,15 +75,19 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         self._map = None if vocab_map is None else VocabMap.of(vocab_map, self._target.vocab_size)
 
     def read(self, reading: tuple[int, ...]) -> None:
-        """Selects the hidden states of the target to read.
+        """Selects the hidden states of the target that the head reads.
 
         Args:
-            reading: boundaries between the target's layers, see the attribute.
+            reading: boundaries between the target's layers. Boundary b is after the first b layers.
         """
         self.reading, self.features = reading, self.layers_of(reading)
 
     def layers_of(self, reading: tuple[int, ...]) -> tuple[int, ...]:
-        """Converts boundaries between layers to the layer numbers of `Proposer.features`."""
+        """Converts boundaries between the target's layers to the layer numbers of `Proposer.features`.
+
+        Args:
+            reading: the boundaries. Boundary b is after the first b layers.
+        """
         return as_layers(reading, self._target.layers)
 
     def __str__(self) -> str:
@@ -91,10 +97,10 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         return f"{self.article} {self.model.head.found} that reads {boundaries}{ids}"
 
     def _begin(self, state: DecodeState, k: int) -> Tensor:
-        """Sets the number of drafts to k in rows of at least two tokens, and to 0 in others.
+        """Sets the number of draft tokens to k for sequences of at least two tokens, and to 0 for others.
 
         Returns:
-            bool [B], True for running rows that draft.
+            bool [B], True for running sequences that draft.
         """
         known = state.lengths > 1
         torch.mul(known, k, out=state.draft_counts)
@@ -108,17 +114,23 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         return drafted if self._map is None else self._map.places[drafted]
 
     def _sample(self, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int) -> None:
-        """Draws draft j of every row from logits [B, 1, head's ids]. Writes token and distribution to the state."""
+        """Draws draft token j of every sequence. Writes the token and its distribution to `state`.
+
+        Args:
+            state, shape, draws: see `Proposer.propose`.
+            logits: [B, 1, head's ids].
+            j: index of the draft token, from 0.
+        """
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
 
     def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
-        """Draws draft j of every row from the head's output. Writes token and distribution to the state.
+        """Draws draft token j of every sequence from the head's output. Writes token and distribution to `state`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             x: [B, 1, hidden], output of the head.
-            j: number of the draft, from 0.
+            j: index of the draft token, from 0.
             picks: int64 [B] of zeros, work area for the head's ids.
         """
         model = self.model
@@ -133,9 +145,9 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
     def _draw_block(
         self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, lookup: tuple[Tensor, Tensor] | None
     ) -> None:
-        """Draws all k drafts of every row from the head's output x [B, k, hidden].
+        """Draws all k draft tokens of every sequence from the head's output x [B, k, hidden].
 
-        For `lookup` see `DraftModel.propose`.
+        For `lookup` see `DraftModel.propose`, for other arguments `Proposer.propose`.
         """
         if shape.sampler == GREEDY:
             self._pick(state, shape, x, lookup)
@@ -147,7 +159,10 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
-        """Writes the most probable tokens as the k drafts of every row, from the head's output x [B, k, hidden]."""
+        """Writes the most probable tokens as the k draft tokens of every sequence, for greedy sampling.
+
+        For arguments see `_draw_block`.
+        """
         k, model = shape.num_drafts, self.model
         # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
         picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)

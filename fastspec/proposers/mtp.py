@@ -1,4 +1,4 @@
-"""Proposers with the MTP layers of the target's own checkpoint: one layer, or several."""
+"""Proposers with the MTP (multi-token prediction) layers of the target's own checkpoint: one layer, or several."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class MtpDrafts(ChainDrafts):
 class MtpLayersDrafts(LearnedDrafts[Mtp]):
     """Drafts with several MTP layers of the target's own checkpoint.
 
-    Layer j makes draft j. The last layer also makes all later drafts.
+    MTP layer j makes draft token j. The last layer also makes all later draft tokens.
 
-    At position i layer j reads token i + 1 + j. At the n newest positions of a row, n = `computed_again`, some of these
-    tokens are drafts. So a step computes every layer at these positions twice: with the drafts, before the next layer
-    drafts; and with the emitted tokens, at the end of the step.
+    At position i layer j reads token i + 1 + j. At the n newest positions of a sequence, n = `computed_again`, some of
+    these tokens are draft tokens. So a step computes every layer at these positions twice. It first computes them with
+    the draft tokens, while drafting. At the end of the step it computes them with the emitted tokens.
 
     At the end of every step and prefill pass, K and V of all layers are computed at all positions whose tokens are
     known. So drafting may pause and resume.
@@ -63,7 +63,7 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
         return f"the {self._layers} layers of the checkpoint's own {self.model.head.found}{ids}"
 
     def take_features(self, state: DecodeState, shape: StepShape, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of all MTP layers at those positions whose tokens are known. See `FeatureReader`."""
+        """Writes K and V of all MTP layers at positions whose tokens are known; see `FeatureReader.take_features`."""
         x, tokens = self.model.condense(features, rows.tiling).contiguous(), state.tokens
         for layer in range(self._layers):
             at = rows.positions + (1 + layer)
@@ -84,12 +84,13 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
         *,
         features: Tensor,
     ) -> None:
-        """Makes k drafts for each running row with at least one position; see `Proposer.propose`.
+        """Makes k draft tokens for each running sequence of at least two tokens; see `Proposer.propose`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             lookup: see `DraftModel.propose`.
-            features: [B, n, 1, hidden], the target's hidden states at each row's n = `computed_again` newest positions.
+            features: [B, n, 1, hidden], the target's hidden states at the n = `computed_again` newest positions of each
+                sequence.
         """
         k, model = shape.num_drafts, self.model
         known = self._begin(state, k)[:, None]
@@ -107,16 +108,16 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
     def _inputs(self, state: DecodeState, shape: StepShape, j: int, count: int, known: Tensor) -> ForwardBatch:
-        """Returns the input of the pass that makes draft j: the newest positions, and the tokens read at each of them.
+        """Returns the input of the pass that makes draft token j: newest positions, and the tokens to read there.
 
-        The last position is lengths - 2 for the first draft of each layer. It is one position later for each further
-        draft of the last layer.
+        The last position is lengths - 2 for the first draft token of each MTP layer. It is one position later for each
+        further draft token of the last layer.
 
         Args:
             state, shape: see `propose`.
-            j: number of the draft, from 0.
-            count: number of positions per row.
-            known: bool [B, 1], True for running rows that draft.
+            j: index of the draft token, from 0.
+            count: number of positions per sequence.
+            known: bool [B, 1], True for running sequences that draft.
         """
         ids, _, _ = self.ops.feed_rows(
             state.tokens,

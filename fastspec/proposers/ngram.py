@@ -1,4 +1,4 @@
-"""Prompt lookup: copies drafts from an earlier occurrence of a row's last tokens.
+"""Prompt lookup: copies draft tokens from an earlier occurrence of a sequence's last tokens.
 
 It runs on the device, in the step.
 """
@@ -20,11 +20,11 @@ _LONGEST = 32
 
 
 class NGram(DeterministicProposer):
-    """Drafts the tokens that followed the last occurrence of a row's last tokens in the row itself.
+    """Finds an earlier occurrence of a sequence's last tokens in the sequence, and drafts the tokens that followed.
 
     The longest match of min_n to max_n tokens is used; of equally long matches, the most recent one. If fewer than k
     tokens follow the match, the copy continues with the tokens that it has just copied. So repetitive text is drafted
-    correctly. A row without a match has no drafts in that step.
+    correctly. A sequence without a match has no draft tokens in that step.
 
     Args:
         min_n, max_n: smallest and largest number of tokens to match: 1 <= min_n <= max_n <= 32.
@@ -43,7 +43,7 @@ class NGram(DeterministicProposer):
         self.ops = Ops()
 
     def __repr__(self) -> str:
-        """Formats the arguments. Ranks compare this text."""
+        """Formats the constructor's arguments. Ranks compare this text to check that their settings are equal."""
         return f"{type(self).__name__}(min_n={self.min_n}, max_n={self.max_n})"
 
     def __str__(self) -> str:
@@ -51,15 +51,20 @@ class NGram(DeterministicProposer):
         return f"lookup of the last {self.min_n} to {self.max_n} tokens in the row itself"
 
     def on(self, device: torch.device, ops: Ops) -> Self:
-        """Returns a copy for one generator, whose steps run `ops` on `device`."""
+        """Returns a copy of this proposer for one generator.
+
+        Args:
+            device: device of the generator.
+            ops: kernels of the generator's steps.
+        """
         made = copy(self)
         made.ops = ops
         return made
 
     def guess(self, tokens: Tensor, lengths: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Returns k drafts for rows with a match; see `DeterministicProposer.guess`."""
+        """Returns k draft tokens for each sequence with a match; see `DeterministicProposer.guess`."""
         return self.ops.look_up(LookUp(tokens, lengths, self.min_n, self.max_n), k)
 
     def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
-        """Returns the result of `guess` for the rows of a state."""
+        """Returns the result of `guess` for the sequences of a decode state."""
         return self.guess(state.tokens, state.lengths, k)

@@ -1,6 +1,6 @@
-"""Chooses which hidden states of the target a head reads, if its config is ambiguous.
+"""Chooses the target layers whose hidden states a head reads, if the head's config is ambiguous.
 
-Each possible set of hidden states, a reading, is tried on a short text.
+Each possible choice of layers is called a reading. All readings are tried on a short text.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from fastspec.shapes import ForwardBatch, StepShape, Tiling
 
 
 def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
-    """Chooses the reading whose first drafts are right most often, and warns with the choice.
+    """Chooses the target layers that a head reads, if its config allows several choices (readings).
 
+    The reading is chosen with which the head's first draft tokens agree with the target most often. A warning names it.
     Does nothing if the proposer has no head, or the head has only one reading. Waits for the device.
 
     Args:
         target: the target model.
         proposer: the head, or lookup combined with it.
         shape: shape of a prefill pass of `shape.tiling.queries` tokens.
-        tiling: tile shapes of the matrix products of a step.
-        pages: int64 [1, P], pages that no row owns.
+        tiling: tile shapes of the matrix products of a decode step.
+        pages: int64 [1, P], KV cache pages that no request uses.
     """
     head = drafter_of(proposer)
     if not isinstance(head, ChainDrafts) or len(head.readings) < 2:
@@ -48,8 +49,9 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
 
 
 def _accepted(target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
-    """Returns for each reading the share of positions of the text at which the first draft is the target's argmax.
+    """Returns one share (0 to 1) for each reading of the head.
 
+    It is the share of positions of a text at which the head's first draft token is the target's most probable token.
     For arguments see `choose_reading`.
     """
     chunk = shape.tiling.queries

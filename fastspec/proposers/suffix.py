@@ -1,4 +1,4 @@
-"""Suffix: looks up drafts in texts that a row is likely to repeat, on the device, inside the step."""
+"""Suffix: looks up draft tokens in texts that a sequence is likely to repeat, on the device, inside the step."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ Remember = Literal["prompt", "session", "all"]
 
 
 class Suffix(NGram):
-    """Drafts the tokens that followed a row's last tokens in the row, its prediction, corpora, or earlier answers.
+    """Finds a sequence's last tokens in a text, and drafts the tokens that follow them there.
 
-    Each source is searched for the longest match of min_n to max_n tokens. The prediction is used unless another match
-    is longer than twice the prediction's match plus k. Of the other sources the one with the longest match is used. It
-    gives at most 2 drafts per matching token. If corpora and earlier answers have several equally long matches, the
-    continuation that most of them share is used, see `look_up_text`.
+    The texts are the sequence itself, its prediction, corpora, and earlier answers. A prediction is a text that the
+    request gives as its likely output. Each text is searched for the longest match of min_n to max_n tokens. The
+    prediction is used unless another match is longer than twice the prediction's match plus k. Of the other texts the
+    one with the longest match is used. It gives at most 2 draft tokens per matching token. If corpora and earlier
+    answers have several equally long matches, the continuation that most of them share is used, see `look_up_text`.
 
     A prediction is followed from its beginning. After a difference it is followed again where the last tokens match.
-    Without such a match, it is followed as if each token of the row had replaced one token of the prediction.
+    Without such a match, it is followed as if each new token had replaced one token of the prediction.
 
     Args:
         min_n, max_n: see `NGram`.
-        prediction_tokens: largest number of tokens of a row's prediction. 0: calls have no `predictions`.
+        prediction_tokens: largest number of tokens of a request's prediction. 0: calls have no `predictions`.
         corpus_tokens: largest number of tokens of all corpora together. 0: there are none.
-        remember: requests that may get drafts from an earlier answer: requests with the same prompt, requests with the
-            same `session`, or all. None: answers are not stored.
+        remember: requests that may get draft tokens from an earlier answer. "prompt": requests with the same prompt.
+            "session": requests with the same `session`. "all": all requests. None: answers are not stored.
         remembered_tokens: number of tokens of earlier answers that are stored. The oldest are dropped first.
 
     Raises:
@@ -76,7 +77,7 @@ class Suffix(NGram):
         self._next, self._texts = 0, 0
 
     def __repr__(self) -> str:
-        """Formats the arguments. Ranks compare this text."""
+        """Formats the constructor's arguments. Ranks compare this text to check that their settings are equal."""
         sizes = f"prediction_tokens={self.prediction_tokens}, corpus_tokens={self.corpus_tokens}"
         kept = f"remember={self.remember!r}, remembered_tokens={self.remembered_tokens}"
         return f"Suffix(min_n={self.min_n}, max_n={self.max_n}, {sizes}, {kept})"
@@ -89,12 +90,17 @@ class Suffix(NGram):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the stored texts and their search tables on the device."""
+        """Bytes of the buffers for corpora and earlier answers, and for their search tables, on the device."""
         rungs = rungs_between(self.min_n, self.max_n)
         return sum(TextIndex.nbytes(size, rungs) for size in (self.corpus_tokens, self.remembered_tokens))
 
     def on(self, device: torch.device, ops: Ops) -> Self:
-        """Returns a copy with empty tables on a device, for one generator, whose steps run `ops`."""
+        """Returns a copy of this proposer for one generator, with empty search tables.
+
+        Args:
+            device: device of the tables.
+            ops: kernels of the generator's steps.
+        """
         made, rungs = super().on(device, ops), rungs_between(self.min_n, self.max_n)
         made._corpora = {}
         made._corpus = TextIndex(self.corpus_tokens, rungs, device) if self.corpus_tokens else None
@@ -136,9 +142,14 @@ class Suffix(NGram):
         self._corpora = corpora
 
     def owner_of(self, prompt: Sequence[int], session: str | None) -> int:
-        """Returns a number that identifies the requests which share their answers with a request.
+        """Returns the number of the group of requests that may draft from each other's answers.
 
-        Drafts come only from answers with the same number. SHARED: all requests. NOBODY: no answers are shared.
+        A request gets draft tokens only from answers of its own group. SHARED: all requests are one group. NOBODY: the
+        request's answer is not stored.
+
+        Args:
+            prompt: token ids of the request's prompt.
+            session: the request's `session`. None: it has none.
         """
         if self.remember is None or (self.remember == "session" and session is None):
             return NOBODY
@@ -148,7 +159,12 @@ class Suffix(NGram):
         return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1 | 1
 
     def remember_answer(self, prompt: Sequence[int], answer: Sequence[int], session: str | None) -> None:
-        """Stores an answer, with the prompt's last tokens before it. Drops the oldest tokens if there is no room."""
+        """Stores an answer, with the prompt's last tokens before it. Drops older answers if there is no room.
+
+        Args:
+            prompt, answer: token ids of the request's prompt and of its output.
+            session: the request's `session`. None: it has none.
+        """
         owner = self.owner_of(prompt, session)
         if self._answers is None or owner == NOBODY or not answer:
             return
@@ -161,13 +177,13 @@ class Suffix(NGram):
         self._answers.sort()
 
     def propose(self, state: DecodeState, shape: StepShape, draws: Draws, **features: Tensor) -> None:
-        """Writes the drafts of `look_up`; see `Proposer.propose`."""
+        """Writes the draft tokens that `look_up` finds; see `Proposer.propose`."""
         drafts, counts = self.look_up(state, shape.num_drafts)
         state.draft_tokens[:, : shape.num_drafts] = drafts
         state.draft_counts.copy_(counts)
 
     def look_up(self, state: DecodeState, k: int) -> tuple[Tensor, Tensor]:
-        """Returns k drafts for each row with a match, from its best source; see `DeterministicProposer.guess`."""
+        """Returns k draft tokens for each sequence with a match; see `DeterministicProposer.guess` for the result."""
         prediction = None
         if state.prediction.shape[1]:
             prediction = Predictions(state.prediction, state.prediction_lengths, state.prompt_lengths)

@@ -15,7 +15,10 @@ _UNUSED = torch.iinfo(torch.int64).max
 
 
 def rungs_between(shortest: int, longest: int) -> tuple[int, ...]:
-    """Returns the lengths of the token sequences in an index: both bounds, and the powers of two between them."""
+    """Returns the lengths of the token sequences that a `TextIndex` hashes.
+
+    They are both arguments, and the powers of two between them, ascending.
+    """
     powers = (2**power for power in range(longest.bit_length()))
     return tuple(sorted({shortest, longest, *(one for one in powers if shortest < one < longest)}))
 
@@ -23,8 +26,9 @@ def rungs_between(shortest: int, longest: int) -> tuple[int, ...]:
 class TextIndex:
     """Tokens of several texts, and a sorted table of the hashes of their token sequences.
 
-    `Ops.look_up` finds a sequence by binary search in the table, and compares its tokens before it trusts the hash. The
-    host writes texts between steps, in the stream of the steps, and then calls `sort`. Addresses never change.
+    `Ops.look_up` finds a token sequence by binary search in the table. Because hashes may collide, it then compares the
+    tokens. The host writes texts between steps, in the CUDA stream of the steps, and then calls `sort`. Addresses never
+    change.
 
     Args:
         capacity: largest number of tokens of all texts.
@@ -33,7 +37,7 @@ class TextIndex:
 
     Attributes:
         capacity: see Args.
-        table: the arrays.
+        table: tokens, hashes and places of the sequences, as device arrays.
     """
 
     def __init__(self, capacity: int, rungs: tuple[int, ...], device: torch.device) -> None:
@@ -64,8 +68,8 @@ class TextIndex:
         Args:
             start: index in the array of tokens at which the text begins.
             tokens: token ids of the text.
-            text: number of the text, different for each text.
-            owner: number of the requests that may search it, see `Suffix.owner_of`.
+            text: number that identifies the text.
+            owner: number of the group of requests that may search the text, see `Suffix.owner_of`.
         """
         if not tokens:
             return
@@ -82,7 +86,7 @@ class TextIndex:
         self.table.tokens[start:stop].zero_()
 
     def sort(self) -> None:
-        """Computes the table again from the texts. Equal hashes are in the order of their places in the texts."""
+        """Computes the table of hashes again from the texts. Equal hashes are ordered by their places in the array."""
         table, rungs = self.table, self.table.rungs
         place = torch.arange(self.capacity, device=table.tokens.device)
         hashed, columns, known = torch.zeros_like(table.tokens), [], table.texts >= 0

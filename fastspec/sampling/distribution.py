@@ -2,8 +2,8 @@
 
 Random numbers come from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator. Each number is a function of
 (row seed, absolute position, purpose, token). It does not depend on the batch, the step or the row's slot. So a row's
-text does not depend on other rows. After refused drafts no random state has to be restored, because the next step uses
-the same numbers at the same positions.
+text does not depend on other rows. After rejected draft tokens no random state has to be restored, because the next
+step uses the same numbers at the same positions.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _BELOW_ONE = 1.0 - 2.0**-24
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Computes Philox4x32-10, which turns four words of a counter and two words of a key into four random words.
+    """Computes Philox4x32-10: four random 32-bit numbers from a counter of four such numbers and a key of two.
 
-    All words are unsigned 32-bit numbers in int64 tensors, which broadcast to one shape.
+    All numbers are unsigned, and stored in int64 tensors, which broadcast to one shape.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -44,7 +44,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _unit(high: Tensor, low: Tensor) -> Tensor:
-    """Converts two random 32-bit words to fp32 in (0, 1). Small values keep full relative precision."""
+    """Converts two random unsigned 32-bit numbers to one fp32 number in (0, 1), precise for small values, too."""
     value = high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64
     return value.clamp(max=_BELOW_ONE)
 
@@ -88,7 +88,7 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PhiloxDraws:
-    """Source of the random numbers by which drafts are accepted and tokens are sampled.
+    """Source of the random numbers by which draft tokens are accepted and tokens are sampled.
 
     Attributes:
         seeds: int64 [B], seed of each row.
@@ -106,9 +106,9 @@ class PhiloxDraws:
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Draws ids [B] from probs [B, V], which need not sum to 1.
 
-        It takes the token with the smallest exponential random number / probability (Gumbel-max). So P(token) = probs /
-        sum(probs) exactly, without a cumulative sum. Of equal ones the lowest id is taken. With probs [B, R, V] and
-        positions [B, R] it returns ids [B, R].
+        It takes the id with the smallest value of (exponential random number / probability), as in the Gumbel-max
+        method. So P(token) = probs / sum(probs) exactly, without a cumulative sum. Of equal values the lowest id is
+        taken. With probs [B, R, V] and positions [B, R] it returns ids [B, R].
         """
         seeds = self.seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions).flatten()
         times = exponentials(seeds, positions.flatten(), purpose, probs.shape[-1])
@@ -117,7 +117,7 @@ class PhiloxDraws:
 
 @dataclass(frozen=True, slots=True)
 class SamplerRows:
-    """Sampling options of B rows.
+    """Sampling options of B batch slots.
 
     Attributes:
         temperature: fp32 [B]; 0 is greedy.

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class ProcessorRows:
-    """Processor options and token counts of B rows. With neutral values no bit of the logits changes.
+    """Options that change logits, and token counts, of B batch slots. With neutral values no bit of logits changes.
 
     Attributes:
         bias: fp32 [B, V], added to the logits; -inf bans an id. Neutral: 0.
@@ -42,14 +42,14 @@ class ProcessorRows:
 
 
 def process(logits: Tensor, rows: ProcessorRows, lengths: Tensor, drafts: Tensor) -> Tensor:
-    """Applies the options of rows to their logits. At each place the drafts before it count as emitted.
+    """Applies biases, penalties and bans to logits. At each place the draft tokens before it count as emitted.
 
     Args:
         logits: [B, R, V], logits at R places of the ids 0..V-1. V may be less than the vocabulary of `rows`.
         rows: options and counts of committed tokens.
         lengths: int64 [B], number of committed tokens.
-        drafts: int64 [B, D] with D >= R - 1. Place r comes after the first D - R + 1 + r drafts. Places after the last
-            valid draft of a row are not used.
+        drafts: int64 [B, D] with D >= R - 1, draft tokens. Place r comes after the first D - R + 1 + r of them. Places
+            after the last valid draft token of a row are not used.
     """
     places, vocab = logits.shape[1:]
     counts = counts_at(rows.output_counts[:, :vocab], drafts, places)
@@ -68,8 +68,9 @@ def counts_at(counts: Tensor, drafts: Tensor, places: int) -> Tensor:
 
     Args:
         counts: int32 [B, V], number of times that each id was emitted before the step.
-        drafts: int64 [B, D]. The first D - R + 1 + r drafts come before place r. Ids outside 0..V-1 are ignored.
-        places: R.
+        drafts: int64 [B, D], draft tokens. The first D - R + 1 + r of them come before place r. Ids outside 0..V-1 are
+            ignored.
+        places: R, the number of places.
     """
     vocab = counts.shape[1]
     before = drafts.shape[1] - places + 1
@@ -89,7 +90,7 @@ def _among(ids: Tensor, vocab: int) -> Tensor:
 
 
 def count(counts: Tensor, block: Tensor, emitted: Tensor) -> None:
-    """Counts the tokens that a step has emitted, in place.
+    """Adds the tokens that a step has emitted to `counts`.
 
     Args:
         counts: int32 [B, V], number of times that each id was emitted.
@@ -110,12 +111,12 @@ def invalid(logits: Tensor) -> Tensor:
 
 
 def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
-    """Lowers the numbers of accepted drafts, so that no token of an invalid place is emitted.
+    """Lowers the numbers of accepted draft tokens, so that no token of an invalid place is emitted.
 
-    Drafts before the invalid place are still emitted. A row that continues begins its next step at that place.
+    Draft tokens before the invalid place are still emitted. The next step of the sequence begins at that place.
 
     Args:
-        accepted: int64 [B], number of accepted drafts. A row's tokens are chosen at places 0..accepted.
+        accepted: int64 [B], number of accepted draft tokens. A sequence's tokens are chosen at places 0..accepted.
         places: bool [B, k+1], True for invalid places.
 
     Returns:
@@ -126,7 +127,7 @@ def flag_invalid(accepted: Tensor, places: Tensor) -> Tensor:
 
 
 def first_invalid(places: Tensor) -> Tensor:
-    """Returns int64 [B], the first True place of each row of `places` bool [B, k+1]. k + 1 if there is none."""
+    """Returns int64 [B], the index of the first True value in each row of `places` bool [B, k+1]; k + 1 if none."""
     index = torch.arange(places.shape[1], device=places.device)
     return torch.where(places, index, places.shape[1]).amin(dim=1)
 

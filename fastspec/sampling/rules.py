@@ -12,11 +12,12 @@ MODES = REJECTION, COUPLED, BLOCK = "rejection", "coupled", "block"
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """Accepts drafts at a given rate. For benchmarks only: the text does not follow the model's distribution.
+    """Accepts draft tokens at a given rate. For benchmarks only: the text does not follow the model's distribution.
 
     Args:
-        rate: probability that a draft is accepted if all drafts before it are accepted. Its token does not matter.
-        pattern: instead of a rate: numbers of drafts to accept in consecutive steps, repeated (1 to 64 numbers).
+        rate: probability that a draft token is accepted if all draft tokens before it are accepted. It does not depend
+            on the token.
+        pattern: instead of a rate: numbers of draft tokens to accept in consecutive steps, repeated (1 to 64 numbers).
 
     Raises:
         ValueError: both or neither are given, or a value is out of range.
@@ -62,12 +63,12 @@ def checked(verification: object) -> Verification:
 
 
 def needs_draft_probs(verification: Verification) -> bool:
-    """True if the rule needs the distributions from which drafts were drawn."""
+    """True if the rule needs the probability distributions from which draft tokens were drawn."""
     return verification in (REJECTION, BLOCK)
 
 
 def synthetic_name(verification: Verification) -> str | None:
-    """Returns a description of synthetic acceptance. None for a rule that keeps the model's distribution."""
+    """Returns a description of synthetic acceptance. None: the rule keeps the model's distribution."""
     return str(verification) if isinstance(verification, SyntheticAcceptance) else None
 
 

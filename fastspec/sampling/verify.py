@@ -31,7 +31,10 @@ class Draws(Protocol):
     """Source of random numbers: `PhiloxDraws`; in tests an enumeration of all outcomes."""
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
-        """Returns bool [B, k]. Each is True with `probability` [B, k], by a random number of positions int64 [B, k]."""
+        """Returns bool [B, k]: element (b, j) is True with probability[b, j].
+
+        The random number that decides is a function of positions[b, j], int64 [B, k].
+        """
 
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Draws ids int64 [B] from probs [B, V], which need not sum to 1.
@@ -75,7 +78,7 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
-    """Counts for each row the first drafts that all equal the target's tokens.
+    """Returns the number of draft tokens, from the first on, that equal the target's tokens without a gap.
 
     Args:
         picks: int64 [B, k+1], the target's token at each place.
@@ -153,7 +156,7 @@ def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
 
 
 def _carried(p: Tensor, q: Tensor, drafts: Tensor) -> Tensor:
-    """Computes c_0 .. c_k of the rule `block`, [B, k+1]."""
+    """Computes the factors c_0 .. c_k of the rule `block` (see its docstring), [B, k+1]."""
     at = drafts[:, :, None]
     over, under = p[:, : drafts.shape[1]].gather(2, at)[:, :, 0], q.gather(2, at)[:, :, 0]
     # a token with q = 0 cannot have been drawn, so its ratio does not matter
@@ -331,12 +334,12 @@ class CommitRows(Protocol):
 
 
 def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
-    """Appends block[:, :accepted+1] to each running row. A row is cut after its first stop id, or at its limit.
+    """Appends block[:, :accepted+1] to the tokens of each running row. It ends after its first stop id, or its limit.
 
     Args:
         rows: changed in place. Rows that do not run keep their tokens and lengths.
-        accepted: int64 [B], number of accepted drafts; if negative, nothing is emitted and the row is unchanged.
-        block: int64 [B, k+1], the accepted drafts and one more token.
+        accepted: int64 [B], number of accepted draft tokens. If negative, nothing is emitted and the row is unchanged.
+        block: int64 [B, k+1], the accepted draft tokens and one more token.
     """
     k = block.shape[1] - 1
     running = rows.finish == RUNNING
