@@ -86,8 +86,8 @@ def budget_of(total, top_p):
 def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
     """Compares each of the keys `keys` [SIZE] with the keys of all candidates.
 
-    Returns three tensors [SIZE]. For each key they have the number of candidates with equal or larger keys, the number
-    of candidates with larger keys, and the fixed-point mass of the candidates with larger keys.
+    Returns three tensors [SIZE] for these keys. The first has the number of candidates with equal or larger keys. The
+    second has the number of candidates with larger keys, the third their mass in fixed point.
     """
     reach = tl.zeros([OTHERS, SIZE], tl.int32)
     above = tl.zeros([OTHERS, SIZE], tl.int64)
