@@ -1,9 +1,9 @@
 """Named tuples that group the arguments of attention kernels: tensors, and the sizes that belong to them.
 
-Triton compiles a kernel again if an integer inside a tuple becomes 1 or a multiple of 16, or stops being so. So a tuple
-holds only integers that are constant for one model and its cache. Integers that differ between passes are separate
-parameters, named in a kernel's `do_not_specialize`. A field may not be called `values` or `type`, because Triton's
-tuples have attributes with these names.
+Triton specialises a kernel for integers inside a tuple that are 1 or multiples of 16. If such a property of an integer
+changes, Triton compiles the kernel again. So a tuple holds only integers that are constant for one model and its cache.
+Integers that differ between passes are separate parameters, named in a kernel's `do_not_specialize`. A field may not be
+called `values` or `type`, because Triton's tuples have attributes with these names.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LOG2E = 1.4426950408889634  # log2(e): kernels use exp2 instead of exp, so score
 
 
 class NewTokens(NamedTuple):
-    """Q new tokens of each of B rows, with the weights of the head norms and the rotary table.
+    """New tokens of a pass, Q for each of B batch rows, with the weights of the head norms and the rotary table.
 
     Attributes:
-        qkv: [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32.
+        qkv: [B, Q, (H + 2 Hkv) D] bf16, fp16 or fp32, the fused projections: query heads, key heads, value heads.
         positions: int64 [B, Q], position of each token.
-        write_mask: bool [B, Q]; K and V of tokens with False are not stored.
-        cos, sin: fp32 [num_angles, D / 2]; None: no rotary embedding.
+        write_mask: bool [B, Q]. False: K and V of this token are not stored.
+        cos, sin: fp32 [num_angles, D / 2], rotary table. Both None: no rotary embedding.
         q_norm, k_norm: [D], weights of the RMSNorms of query and key heads; None: the model has none.
         num_angles: number of positions in `cos` and `sin`.
         eps: epsilon of the head norms.
@@ -54,9 +54,10 @@ class PagedCache(NamedTuple):
 
     Attributes:
         k, v: [num_pages, page_size, Hkv, D].
-        block_table: int64 [B, table_width], the pages of each row. In a kernel, after `cache_of_row`, one row of it.
-        table_stride: elements from one row of the table to the next.
-        table_width: columns of the table, the largest number of pages of a row.
+        block_table: int64 [B, table_width], page numbers of each batch row. In a kernel, `cache_of_row` replaces it by
+            the page numbers of one batch row.
+        table_stride: number of elements from one row of the table to the next.
+        table_width: number of columns of the table, the largest number of pages of a batch row.
         num_pages: number of pages in the cache.
     """
 
@@ -69,17 +70,17 @@ class PagedCache(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Numbers that convert products q . k to attention scores. The softmax is a power of 2: 2^score / sum of 2^score.
+    """Numbers that convert products q . k to attention scores. The softmax has base 2: 2^score / sum of 2^score.
 
         score = factor * (q . k);   with a softcap: score = cap * tanh(factor * (q . k))
 
-    With an 8-bit cache, k and v are the stored numbers, and the scale of K is part of the factor.
+    With an 8-bit cache, k is the stored number, and `factor` contains the scale of K.
 
     Attributes:
         factor: factor of q . k. It contains log2(e), unless there is a softcap.
-        cap: the softcap, times log2(e). None: there is none.
-        sinks: [H] in fp32 or the cache's dtype: for each head the score of one more key, whose value is zero. None:
-            there are none.
+        cap: the softcap, times log2(e). None: the model has no softcap.
+        sinks: [H] in fp32 or the dtype of queries. For each head, the score of one more key, whose value is zero. None:
+            the model has no sinks.
         value_scale: the scale of V, by which the result is multiplied. None: 1.
     """
 
@@ -90,12 +91,13 @@ class Scoring(NamedTuple):
 
 
 class WorkArea(NamedTuple):
-    """Scratch memory for partial results, if several CTAs attend to the keys of a row (split-K decoding).
+    """Scratch memory for partial results, if several CTAs attend to the keys of a batch row (split-K decoding).
 
     Attributes:
-        partials: fp32 [B * Hkv, splits, Q * GROUP, D], the attention output over the keys of each split. After these,
-            [B * Hkv, splits, Q * GROUP] has the log2 of the sums of 2^score.
-        counters: int32, zero between launches. None: the kernel needs none.
+        partials: fp32 [B * Hkv, splits, Q * GROUP, D], the attention output over the keys of each split. GROUP is the
+            number of query heads per KV head. In the same buffer, after these values, [B * Hkv, splits, Q * GROUP]:
+            log2 of the sum of 2^score over the keys of each split.
+        counters: int32, numbers of finished CTAs, zero between launches. None: the kernel needs no counters.
     """
 
     partials: Any
@@ -122,10 +124,10 @@ def check_heads(call: HeadsCall) -> None:
 
 
 def new_tokens(call: HeadsCall, scales: KVScales | None = None) -> NewTokens:
-    """Builds the kernels' argument `tokens` from a call, whose tensors `check_heads` has checked.
+    """Builds the kernel argument `tokens` from a call, whose tensors `check_heads` has checked.
 
     Args:
-        call: the new tokens.
+        call: arguments of an op that norms and rotates heads.
         scales: scales of an 8-bit cache. None: the cache has 16 or 32 bits.
     """
     q_norm, k_norm, eps = call.norms or (None, None, 0.0)
@@ -136,11 +138,11 @@ def new_tokens(call: HeadsCall, scales: KVScales | None = None) -> NewTokens:
 
 
 def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVScales | None = None) -> Scoring:
-    """Builds the kernels' argument `scoring`, for heads of size `dim`.
+    """Builds the kernel argument `scoring`, for heads of size `dim`.
 
     Args:
         rule: scale and softcap of the scores.
-        sinks: attention sinks [H], or None.
+        sinks: attention sinks [H]. None: the model has none.
         dim: head_dim.
         scales: scales of an 8-bit cache. None: the cache has 16 or 32 bits.
     """
@@ -153,5 +155,5 @@ def scoring_of(rule: AttentionRule, sinks: Tensor | None, dim: int, scales: KVSc
 
 
 def paged_cache(keys: Tensor, values: Tensor, block_table: Tensor) -> PagedCache:
-    """Builds the kernels' argument `cache` from one layer's cache, whose shapes `check_cache` has checked."""
+    """Builds the kernel argument `cache` from one layer's KV cache, whose shapes `check_cache` has checked."""
     return PagedCache(keys, values, block_table, block_table.stride(0), block_table.shape[1], keys.shape[0])

@@ -1,4 +1,6 @@
-"""Attention of a layer on CUDA: head norms, rotary embedding, K/V append, attention; in decoding mostly one launch.
+"""Attention of a layer on CUDA: head norms, rotary embedding, K/V append, attention.
+
+A decode pass mostly needs one launch. A prefill chunk needs two.
 
     out[b, i, h] = sum_j softmax_j(s[j]) v[j],  s[j] = scale q[b, i, h] . k[j],  j <= positions[b, i]
                                                        and with a window W also j > positions[b, i] - W
@@ -21,11 +23,11 @@ Kernels:
 | pass                                  | kernels                                                           |
 |---------------------------------------|-------------------------------------------------------------------|
 | prefill chunk (Q > MAX_SPLIT_QUERIES) | rope.py appends K/V, prefill.py attends                           |
-| decode, where `plan.uses_mma`         | early rows (below position `plan.LATE_FROM`): decode/mma.py or    |
+| decode, if `plan.uses_mma` is True    | early rows (below position `plan.LATE_FROM`): decode/mma.py or    |
 |                                       | mma_batch.py; late rows (from there on): decode/tma_sm90.py       |
-| decode, elsewhere                     | `_decode_kernel` of decode/portable.py                            |
+| decode, otherwise                     | `_decode_kernel` of decode/portable.py                            |
 
-A decode pass that may have early and late rows launches both kernels. Each skips the other's rows.
+A decode pass that may have early and late rows launches the kernels of both. Each kernel skips the rows of the other.
 
 A decode pass splits the keys of a row between CTAs (Flash-Decoding). CTA (t, s) has query tile t of one row and KV
 head, and the keys from position s * split_keys on. It first stores the new K/V of positions in its range. It reads all
@@ -37,13 +39,13 @@ Batch invariance. The bits of a row do not depend on other rows. The choice of t
 the model and the row's position; for `_decode_kernel` it also depends on the size of its cache. Blocks and splits begin
 at absolute positions, and sums over them run in ascending order. A block or split that is masked for a row does not
 change its result. A sink is added once, when all keys of a row are combined. No fused multiply-add is used
-(enable_fp_fusion=False). So K has the same bits from each kernel, and those of the torch definition.
+(enable_fp_fusion=False). So all kernels store K with the same bits, which are the bits of the torch definition.
 
 Programmatic dependent launch (PDL): the next kernel may start at once. Before its wait, none of these kernels reads the
-output of the preceding matrix product. `_decode_kernel` reads positions and the block table early, past L1, to prefetch
-keys into L2. Stale values only prefetch the wrong cache lines and change no result. Tiles in `plan.EARLY` also use
-these early reads. The other kernels read positions, the block table, and K and V of earlier passes before their wait,
-and use them. `attend` says what its caller must guarantee for that.
+output of the preceding matrix product. `_decode_kernel` reads positions and the block table before its wait, past L1,
+to prefetch keys into L2. Stale values only prefetch the wrong cache lines and change no result. With the tile sizes in
+`plan.EARLY` it also uses these values after the wait. The other kernels read positions, the block table, and K and V of
+earlier passes before their wait, and use them. `attend` says what its caller must guarantee for that.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ MAX_SPLIT_QUERIES = 17  # a pass with more query tokens per row is a prefill chu
 
 @dataclass(frozen=True, slots=True)
 class AttendWork:
-    """Scratch memory of the decode passes of one model. Only one pass may use it at a time.
+    """Scratch memory of attention in the decode passes of one model. Only one pass may use it at a time.
 
     Attributes:
         split_keys: number of keys in a split of `_decode_kernel`. The bits of a row depend on it.
@@ -90,8 +92,8 @@ def attend_work(device: torch.device, max_rows: int, max_positions: int, heads: 
     Args:
         device: device of the model.
         max_rows: B * Q of the largest decode pass.
-        max_positions: largest number of positions of a row in the block table.
-        heads: (query heads, KV heads, head_dim).
+        max_positions: largest number of positions of a batch row in the block table.
+        heads: (number of query heads, number of KV heads, head_dim).
     """
     counters, partials = plan.work_sizes(max_rows, max_positions, heads)
     return AttendWork(
@@ -107,17 +109,20 @@ def attend_work_bytes(max_rows: int, max_positions: int, heads: tuple[int, int, 
 
 
 def attend(call: AttendCall, work: AttendWork, regroup: bool = False) -> Tensor:
-    """Computes the attention of a layer, as `Ops.attend`. Does not write to page 0 of the cache.
+    """Computes the attention of a layer, as `Ops.attend`. Does not write to page 0 of the KV cache.
 
     Positions, write mask, block table and cache are read before the kernel waits for the kernel that computes `qkv`.
-    All writes to them must have ended before that kernel began. `embed`, the first kernel of a pass, guarantees this:
-    it waits for the input of the pass.
+    All writes to these inputs must have ended before that kernel began. `embed`, the first kernel of a pass, guarantees
+    this: it waits for the input of the pass.
 
     Args:
         call: tensors and options. `product` and `tiling` are not read.
         work: scratch memory of the pass.
-        regroup: True if the result may be [B, Q, H * D / 64, 64], regrouped as packing.py describes. It is regrouped if
-            tensor-core kernels compute the pass and it has no late rows.
+        regroup: True if the result may be [B, Q, H * D / 64, 64], with the column order that packing.py describes. The
+            result has this order if tensor-core kernels compute the pass and no position is `plan.LATE_FROM` or later.
+
+    Returns:
+        The attention output, [B, Q, H * D] unless it is regrouped.
 
     Raises:
         ValueError: shapes, dtypes or layouts other than in the table above, or `work` is too small for the pass.
@@ -142,7 +147,7 @@ def attend(call: AttendCall, work: AttendWork, regroup: bool = False) -> Tensor:
 def uses_mma(
     device: torch.device, dtype: torch.dtype, dim: int, page_size: int, capacity: int, cached: torch.dtype | None = None
 ) -> bool:  # fmt: skip
-    """Returns `plan.uses_mma` for a device.
+    """True if a model's decode passes run the tensor-core kernels on `device`, see `plan.uses_mma`.
 
     Args:
         device: device of the model.

@@ -4,8 +4,8 @@ This module computes with integers and does not import Triton. A plan depends on
 of SMs, on the model, and on the sizes of a pass. The bits of a row depend only on the model and the size of its cache:
 through the kernel (`uses_mma`), the splits (`SPLIT`, `split_keys_for`, LATE_SPLITS), and the order of sums.
 
-A *split* is a range of a row's keys that one CTA attends to at a time (split-K decoding, Flash-Decoding). Query rows of
-a KV head are its Q * H / Hkv pairs of token and query head. A row of the batch is *early* if its position is below
+A *split* is a range of a row's keys that one CTA attends to at a time (split-K decoding, Flash-Decoding). A *query row*
+of a KV head is one of its Q * H / Hkv pairs of new token and query head. A row is *early* if its position is below
 LATE_FROM, else *late*.
 
 | kernel            | file                | rows                                                           |
@@ -59,9 +59,9 @@ class LaunchPlan:
 
     Attributes:
         kernel: name of the kernel.
-        grid: number of CTAs along each axis.
-        constants: constexpr arguments of the kernel.
-        options: launch options, such as num_warps.
+        grid: number of CTAs along each axis of the grid.
+        constants: constexpr arguments of the kernel, by name.
+        options: launch options, such as num_warps, by name.
     """
 
     kernel: str
@@ -88,7 +88,7 @@ class Tiles:
 
 
 def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up."""
+    """Returns a / b, rounded up to an integer."""
     return -(-a // b)
 
 
@@ -113,16 +113,16 @@ def uses_tma(gpu: Gpu, page_size: int) -> bool:
 def uses_mma(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> bool:  # fmt: skip
-    """True if a model's decode passes run the tensor-core kernels. Otherwise `_decode_kernel` runs all rows.
+    """True if a model's decode passes run the tensor-core attention kernels. Otherwise `_decode_kernel` runs all rows.
 
     Args:
         gpu: the device.
         itemsize: bytes of an element of queries.
         dim: head_dim.
         page_size: page size of the cache.
-        capacity: largest number of positions of a row. If it exceeds LATE_FROM, `uses_tma` must hold, because no other
-            kernel decodes late rows.
-        cached: bytes of an element of K and V, 1 or `itemsize`; None: `itemsize`.
+        capacity: largest number of positions of a row. If it exceeds LATE_FROM, `uses_tma` must be True, because no
+            other tensor-core kernel decodes positions from LATE_FROM on.
+        cached: bytes of an element of K and V in the cache, 1 or `itemsize`. None: `itemsize`.
     """
     fits = itemsize == 2 and dim in MMA_DIMS and gpu.pdl
     return fits and (capacity <= LATE_FROM or uses_tma(gpu, page_size))
@@ -131,7 +131,7 @@ def uses_mma(
 def described(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> str:  # fmt: skip
-    """Describes the decode kernels that run in a sentence, with the reason if it is the portable kernel.
+    """Names the attention kernels of decode passes in a sentence. For the portable kernel it adds the reason.
 
     For the arguments see `uses_mma`.
     """
@@ -160,7 +160,10 @@ LATE_SPLITS: tuple[tuple[int, int], ...] = ((0, 128), (1024, 256), (4096, 512), 
 
 
 def split_sizes() -> tuple[tuple[int, int, int], ...]:
-    """Returns LATE_SPLITS as (position, keys of a split from there on, index of the first of these splits)."""
+    """Returns the sizes of the splits of late rows, one entry for each row of the table LATE_SPLITS.
+
+    An entry is (position, number of keys in a split from this position on, index of the first of these splits).
+    """
     found: list[tuple[int, int, int]] = []
     for position, keys in LATE_SPLITS:
         before = found[-1] if found else (0, 1, 0)
@@ -169,29 +172,32 @@ def split_sizes() -> tuple[tuple[int, int, int], ...]:
 
 
 def early_splits(room: int) -> int:
-    """Returns the number of splits of an early row that cover the positions below `room`."""
+    """Returns the number of splits that cover the positions below `room` in an early row."""
     return cdiv(room, SPLIT)
 
 
 def late_splits(room: int) -> int:
-    """Returns the number of splits of a late row that cover the positions below `room`."""
+    """Returns the number of splits that cover the positions below `room` in a late row. `room` is at least 1."""
     position, keys, number = [each for each in split_sizes() if each[0] < room][-1]
     return number + cdiv(room - position, keys)
 
 
 def early_and_late(begin: int, room: int) -> tuple[int, int]:
-    """Returns the largest numbers of splits of an early and of a late row, for rows at positions begin .. room - 1.
+    """Returns the largest number of splits of an early row, and that of a late row, in a decode pass.
 
-    A number is 0 if there can be no such row.
+    The rows are at positions begin .. room - 1. A number is 0 if the pass can have no such row.
     """
     early = early_splits(min(room, LATE_FROM)) if begin < LATE_FROM else 0
     return early, late_splits(room) if room > LATE_FROM else 0
 
 
 def partial_sums(*splits: int) -> int:
-    """Returns the number of partial results that a row needs memory for, given the numbers of splits of all kernels.
+    """Returns the number of partial results for which a row needs memory.
 
     A row with one split needs none.
+
+    Args:
+        splits: number of splits of the row in each kernel that a pass launches.
     """
     return max(each if each > 1 else 0 for each in splits)
 
@@ -199,7 +205,7 @@ def partial_sums(*splits: int) -> int:
 def split_keys_for(max_positions: int, dim: int) -> int:
     """Returns the number of keys in a split of `_decode_kernel`.
 
-    It depends on the largest number of positions of a row, not on the number in use, and on head_dim.
+    It depends on head_dim `dim`, and on the largest number of positions that a row may have, not on the number in use.
     """
     if max_positions <= 4096:
         return 64 if padded_dim(dim) == 256 else 128
@@ -207,12 +213,15 @@ def split_keys_for(max_positions: int, dim: int) -> int:
 
 
 def work_sizes(max_rows: int, max_positions: int, heads: tuple[int, int, int]) -> tuple[int, int]:
-    """Returns the numbers of counters and of fp32 partial results that are enough for every decode pass and kernel.
+    """Returns the sizes of scratch memory that are enough for every decode pass and kernel.
 
     Args:
         max_rows: B * Q of the largest pass.
-        max_positions: largest number of positions of a row in the block table.
-        heads: (query heads, KV heads, head_dim).
+        max_positions: largest number of positions of a batch row in the block table.
+        heads: (number of query heads, number of KV heads, head_dim).
+
+    Returns:
+        The number of int32 counters, and the number of fp32 elements for partial results.
     """
     num_heads, kv_heads, dim = heads
     room = cdiv(max_positions, KEY_BLOCK) * KEY_BLOCK
@@ -245,7 +254,13 @@ EARLY = {(2, 256)}  # tiles with which the kernel uses positions, write mask and
 
 
 def tiles_plan(sizes: Pass, itemsize: int, splits: int) -> LaunchPlan:
-    """Plans the launch of `_decode_kernel` for queries of `itemsize` bytes an element, and `splits` splits of a row."""
+    """Plans the launch of `_decode_kernel`.
+
+    Args:
+        sizes: sizes of the pass.
+        itemsize: bytes of an element of queries.
+        splits: number of splits of the longest row of the pass.
+    """
     block_d = padded_dim(sizes.dim)
     tile = TILES[itemsize, block_d]
     constants = {"HEAD_DIM": sizes.dim, "BLOCK_D": block_d}
@@ -269,22 +284,23 @@ CONCURRENT_SPLITS = 2
 
 
 def max_ctas_alone(gpu: Gpu) -> int:
-    """Returns the largest number of CTAs of a `fragment_kernel` launch that has two warps for each part of a split.
+    """Returns the largest number of CTAs with which a `fragment_kernel` launch has two warps for each part of a split.
 
-    Each of these CTAs has an SM of its own. With fewer threads, CTAs of the next kernel, which start early on the same
-    SM, would slow them down.
+    With so few CTAs, each has an SM of its own. CTAs of the next kernel start early on the same SM. With one warp for
+    each part, they would slow these CTAs down.
     """
     return gpu.sms // 2
 
 
 def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
-    """Plans the launch of `fragment_kernel` or `batch_kernel`. Both give a row the same bits.
+    """Plans the launch that computes early rows: `fragment_kernel` or `batch_kernel`. Both give a row the same bits.
 
     Args:
         gpu: the device.
         sizes: sizes of the pass.
-        splits: number of splits of the longest row of the pass.
-        narrow: True if K and V have 8 bits. Then it is `batch_kernel`, because `fragment_kernel` cannot read them.
+        splits: number of splits of the longest early row of the pass.
+        narrow: True if the cache has 8 bits. Then the kernel is `batch_kernel`, because `fragment_kernel` cannot read
+            such a cache.
     """
     groups = tile_groups(gpu, sizes)
     tiles = sizes.pairs * cdiv(cdiv(sizes.num_rows, ROW_GROUP), groups)
@@ -301,16 +317,20 @@ def early_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Laun
 
 
 def even_groups(num_rows: int, max_groups: int) -> int:
-    """Returns the number of groups of 8 query rows in a tile, at most `max_groups`, such that tiles are about equal."""
+    """Returns the number of groups of 8 query rows in a tile, at most `max_groups`, that makes tiles about equal.
+
+    `num_rows` is the number of query rows of one KV head.
+    """
     groups = cdiv(num_rows, ROW_GROUP)
     return cdiv(groups, cdiv(groups, max_groups))
 
 
 def tile_groups(gpu: Gpu, sizes: Pass) -> int:
-    """Returns the number of groups of 8 query rows in a tile. Each tile reads K and V once.
+    """Returns the number of groups of 8 query rows in a tile of `fragment_kernel` or `batch_kernel`.
 
-    It is 1 for small passes. Otherwise it is the smallest of 2 .. MAX_ROW_GROUPS with no more tiles than SMs. If none
-    of these is enough, it is the result of `even_groups` for MAX_ROW_GROUPS.
+    Each tile reads K and V once. The number is 1 for small passes. Otherwise it is the smallest of 2 .. MAX_ROW_GROUPS
+    that gives no more tiles than the GPU has SMs. If there is none, it is the result of `even_groups` for
+    MAX_ROW_GROUPS.
     """
     groups = cdiv(sizes.num_rows, ROW_GROUP)
     single = MAX_SINGLE_GROUPS.get((gpu.capability, gpu.sms), {}).get(sizes.dim, gpu.sms // 2)
@@ -321,10 +341,11 @@ def tile_groups(gpu: Gpu, sizes: Pass) -> int:
 
 
 def reads_concurrently(gpu: Gpu, dim: int, tiles: int, groups: int, splits: int) -> bool:
-    """True if a CTA of `batch_kernel` has an SM of its own and reads CONCURRENT_SPLITS splits at a time.
+    """True if each CTA of `batch_kernel` is to have an SM of its own and to read CONCURRENT_SPLITS splits at a time.
 
-    True if one CTA then has all splits of a tile, or if an SM has as many warps as otherwise. False for few tiles of
-    one group, because they are faster with more CTAs. False if there are at most CONCURRENT_SPLITS splits.
+    False if there are more tiles than SMs, or at most CONCURRENT_SPLITS splits. Otherwise True in two cases: if one CTA
+    then has all splits of a tile, or if an SM then has as many warps as without it. Few tiles of one group are faster
+    with more CTAs.
 
     Args:
         gpu: the device.
@@ -338,7 +359,9 @@ def reads_concurrently(gpu: Gpu, dim: int, tiles: int, groups: int, splits: int)
 
 
 def ctas_of_early_tile(gpu: Gpu, dim: int, tiles: int, splits: int, concurrent: bool) -> int:
-    """Returns the number of CTAs that divide the splits of a tile, so that all CTAs run at once. 0: one CTA per split.
+    """Returns the number of CTAs of `batch_kernel` that divide the splits of a tile, so that all CTAs run at once.
+
+    Returns 0 if each split can have a CTA of its own.
 
     Args:
         gpu: the device.
@@ -370,16 +393,27 @@ GATHER_REGISTERS = 255  # per thread: a warp holds two sets of partial results
 
 
 def ctas_of_late_tile(tiles: int, resident: int) -> int:
-    """Returns the number of CTAs that divide the splits of a tile, if `resident` CTAs run on the GPU at a time.
+    """Returns the number of CTAs of `shares_kernel` that divide the splits of a query tile.
 
     It minimises the number of waves of CTAs times the time of one CTA.
+
+    Args:
+        tiles: number of query tiles of the pass.
+        resident: number of CTAs that run on the GPU at a time.
     """
     max_ctas = max(resident // tiles, MAX_CTAS_PER_TILE)
     return min(range(1, max_ctas + 1), key=lambda ctas: cdiv(tiles * ctas, resident) * (1 / ctas + CTA_OVERHEAD))
 
 
 def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> LaunchPlan:
-    """Plans the launch of `shares_kernel`. For the arguments see `early_plan`."""
+    """Plans the launch of `shares_kernel`, which computes late rows.
+
+    Args:
+        gpu: the device.
+        sizes: sizes of the pass.
+        splits: number of splits of the longest row of the pass.
+        narrow: True if the cache has 8 bits.
+    """
     tiles = sizes.pairs * cdiv(sizes.num_rows, TMA_TILE_ROWS)
     keys = TMA_TILE_KEYS[sizes.dim]
     ctas_per_sm, pipeline = TMA_PIPELINES[tiles > MAX_DEEP_TILES]
@@ -393,7 +427,7 @@ def late_plan(gpu: Gpu, sizes: Pass, splits: int, narrow: bool = False) -> Launc
 
 
 def gather_plan(sizes: Pass) -> LaunchPlan:
-    """Plans the launch of `gather_kernel` after `late_plan`."""
+    """Plans the launch of `gather_kernel`, which combines the partial results of `shares_kernel`."""
     constants = {"SPLIT_SIZES": split_sizes(), "LATE_FROM": LATE_FROM, "D": sizes.dim, "TILE": TMA_TILE_ROWS}
     options = {"num_warps": GATHER_WARPS, "maxnreg": GATHER_REGISTERS}
     return LaunchPlan("gather_kernel", (sizes.pairs * sizes.num_rows,), constants, options)

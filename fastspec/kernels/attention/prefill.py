@@ -6,7 +6,8 @@
 | argument     | shape, dtype                          | notes                                               |
 |--------------|---------------------------------------|-----------------------------------------------------|
 | query        | [B, Q, H, D] bf16, fp16 or fp32       | contiguous                                          |
-| keys, values | [num_pages, page_size, Hkv, D]        | query's dtype, contiguous; may exceed 2^31 elements |
+| keys, values | [num_pages, page_size, Hkv, D]        | query's dtype or e4m3; contiguous; may exceed 2^31  |
+|              |                                       | elements                                            |
 | block_table  | [B, P] int64                          | rows may be views of longer rows                    |
 | positions    | [B, Q] int64                          | >= 0                                                |
 | sinks        | [H] fp32 or query's dtype             | contiguous; None: none                              |
@@ -19,8 +20,8 @@ every token of the tile sees are computed without a mask:
     blocks      [ no mask ][ no mask ][ mask ][ mask ]      (with a window: all with a mask)
 
 Products accumulate in fp32; fp32 inputs use IEEE precision. Cache slots after a tile's newest position are not read,
-because they may hold NaN. A block that is completely masked for a token does not change its bits. A block that the
-token sees gives the same bits with the mask and without.
+because they may hold NaN. A block that is completely masked for a token does not change the token's result. A block of
+which the token sees all keys gives the same bits with the mask and without.
 """
 
 from __future__ import annotations
@@ -75,11 +76,11 @@ HALVES = {
 
 @triton.jit
 def pages_of(cache, first, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Loads the page numbers of the keys at positions first .. first + BLOCK_N - 1.
+    """Loads the numbers of the cache pages of the keys at positions first .. first + BLOCK_N - 1.
 
-    They are int64 [BLOCK_N], or one number if PAGE_SIZE is a multiple of BLOCK_N. `cache` has one row of the block
-    table (`cache_of_row`). The lower 32 bits are loaded as two 16-bit halves, because Triton's pipelined loops do not
-    stage such narrow loads through shared memory.
+    Returns int64 [BLOCK_N], or one number if PAGE_SIZE is a multiple of BLOCK_N. `cache` is a result of `cache_of_row`.
+    The lower 32 bits are loaded as two 16-bit halves, because Triton's pipelined loops do not stage such narrow loads
+    through shared memory.
     """
     at = first
     if PAGE_SIZE % BLOCK_N != 0:
@@ -101,12 +102,13 @@ def slots_of(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Returns offsets in the cache of the keys at positions first .. first + BLOCK_N - 1, for one KV head.
+    """Returns two offsets. Their sum is the offset in the cache of each key at positions first .. first + BLOCK_N - 1.
 
-    `page` is the result of `pages_of`.
+    `page` is the result of `pages_of`, `kv_head` the index of the KV head.
 
     Returns:
-        Offset of the block of keys, 0 if they are on several pages; and offsets [BLOCK_N, 1] of the keys from it.
+        The offset of the block of keys, or 0 if the keys may be on several pages; and the offset of each key from it,
+        [BLOCK_N, 1].
     """
     key = tl.arange(0, BLOCK_N)
     if PAGE_SIZE % BLOCK_N == 0:
@@ -119,7 +121,10 @@ def slots_of(
 
 @triton.jit
 def tanh(x):
-    """Computes tanh(x) with a relative error of 3 * 2^-23: by an odd polynomial near zero, elsewhere by exp2."""
+    """Computes tanh(x) with a relative error of at most 3 * 2^-23.
+
+    It uses an odd polynomial near zero, and exp2 elsewhere.
+    """
     squared = x * x
     series = -0.006276390049606562 * squared + 0.021116215735673904
     series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
@@ -130,7 +135,7 @@ def tanh(x):
 
 @triton.jit
 def sink_of(scoring, head):
-    """Loads the sinks of some heads, times log2(e), as other scores. `scoring` is `Scoring`."""
+    """Loads the attention sinks of the query heads `head`, times log2(e) like all scores. `scoring` is `Scoring`."""
     return tl.load(scoring.sinks + head).to(tl.float32) * _LOG2E
 
 
@@ -159,11 +164,15 @@ def _attend_blocks(
 
     Args:
         q: queries [ROWS, BLOCK_D].
-        top, total, out: state of the softmax, which is returned: largest score [ROWS], sum of 2^(score - top) [ROWS],
-            sum of values with these weights [ROWS, BLOCK_D].
+        top, total, out: state of the softmax: largest score [ROWS], sum of 2^(score - top) [ROWS], and sum of values
+            with these weights [ROWS, BLOCK_D].
         position: position of each query token [ROWS].
-        kv_head: KV head.
-        MASKED: True to mask keys that a token does not see. False if all tokens see all keys, in whole blocks.
+        kv_head: index of the KV head.
+        MASKED: True to mask keys that a token does not see. False if all tokens see all keys, and stop - begin is a
+            multiple of BLOCK_N.
+
+    Returns:
+        The new state (top, total, out).
     """
     for first in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
         at = first + tl.arange(0, BLOCK_N)
@@ -265,7 +274,7 @@ def _flash_kernel(
 def launch_of(
     device: torch.device, itemsize: int, block_d: int, converted: bool = False, heads: int = 0, rows: int = 0
 ) -> Tiles:
-    """Returns the tile sizes for a device and a pass: from LARGE, HALVES or LAUNCH.
+    """Selects the tile sizes of a prefill pass on a device, from the tables LARGE, HALVES and LAUNCH.
 
     Heads of size 256 with an 8-bit cache use small tiles, because the conversion needs registers.
 
@@ -274,8 +283,8 @@ def launch_of(
         itemsize: bytes of an element of queries.
         block_d: head_dim padded to a power of two.
         converted: True for an 8-bit cache.
-        heads: number of rows of the batch times query heads.
-        rows: number of query tokens of one row. 0: many.
+        heads: number of batch rows times number of query heads.
+        rows: number of query tokens of one batch row. 0: many.
     """
     small = LAUNCH[itemsize, block_d]
     if (converted and block_d > 128) or shared_memory(device) < LARGE_SHARED:

@@ -12,7 +12,7 @@
 | positions    | [B, Q] int64                             | >= 0; limited to the last row of cos, sin |
 | write_mask   | [B, Q] bool                              | False: K/V are not stored                 |
 
-`append` stores K in decode and prefill, in tiles of NEW_ROWS tokens and four warps. So the norm's sum has the same
+`append` stores K in decode and prefill passes, in tiles of NEW_ROWS tokens. So the sum of the head norm has the same
 order in both. Callers launch with enable_fp_fusion=False, so every product is rounded. The result has the bits of the
 torch definition, except for the norm: torch sums in another order.
 """
@@ -37,7 +37,7 @@ NUM_WARPS = 4
 
 @triton.constexpr_function
 def _chunk_rows(block_d: int) -> int:
-    """Returns the number of tokens per CTA of `_rotate_kernel`: fewer for the widest heads, which need registers."""
+    """Returns the number of tokens per CTA of `_rotate_kernel`. It is smaller for wide heads, which need registers."""
     return 32 if block_d <= 256 else 8
 
 
@@ -50,7 +50,7 @@ def cache_of_row(cache, batch):
 
 @triton.jit
 def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Returns, for each of BLOCK_D columns, its element of a head, and True if it is not padding.
+    """Returns two tensors [BLOCK_D]: the element of a head that each column of a block has, and False for padding.
 
     Each half of the head is padded from HEAD_DIM / 2 to BLOCK_D / 2 columns.
     """
@@ -67,7 +67,7 @@ def columns(HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 def _scaled(x, factor, weight):
     """Returns weight * (x * factor) in x's dtype: the last part of an RMSNorm of heads x [R, n].
 
-    Each product is rounded. With an fp32 weight only the result is rounded. factor is [R], weight [n].
+    Each product is rounded to x's dtype. With an fp32 weight only the result is rounded. factor is [R], weight [n].
     """
     normed = x.to(tl.float32) * factor[:, None]
     if weight.dtype != tl.float32:
@@ -80,9 +80,9 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
     """Applies RMSNorm and rotary embedding to R heads, given as halves x1, x2 [R, BLOCK_D / 2]. Returns both halves.
 
     Args:
-        x1, x2: zero beyond HEAD_DIM / 2.
+        x1, x2: halves of the heads. Columns from HEAD_DIM / 2 on are padding and hold zeros.
         position: position of each head's token [R].
-        valid: False for padding [R].
+        valid: [R], False for padding rows.
         tokens: `NewTokens`.
         norm_ptr: weight of the norm, `q_norm` or `k_norm` of `tokens`. None: no norm.
     """
@@ -110,9 +110,9 @@ def apply_rope(x1, x2, position, valid, tokens, norm_ptr, HEAD_DIM: tl.constexpr
 
 @triton.jit
 def as_stored(x, factor, DTYPE: tl.constexpr):
-    """Converts x to DTYPE, the cache's dtype: e4m3(x * factor), or x unchanged if factor is None.
+    """Converts x to DTYPE, the cache's dtype: to e4m3(x * factor). If factor is None, returns x unchanged.
 
-    e4m3 is computed from the bits of x, because GPUs convert differently.
+    The e4m3 code is computed from the bits of x * factor, because GPUs convert differently.
     """
     if factor is None:
         return x
@@ -144,14 +144,15 @@ def new_places(
     HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Loads where K and V of new tokens number first_row .. first_row + NEW_ROWS - 1 of a row belong.
+    """Computes the cache offsets of K and V for new tokens first_row .. first_row + NEW_ROWS - 1 of batch row `batch`.
 
     The preceding matrix product writes nothing that is loaded here. Loads bypass L1, because it may hold old contents
     of this memory.
 
     Returns:
-        For each token [NEW_ROWS]: its index in [B, Q], its position, the offset of its KV head in the cache, and True
-        if K and V are to be stored. They are if its write mask is True, and its position is in start .. stop - 1.
+        Four values for each token [NEW_ROWS]: its index in [B, Q]; its position; the offset of its KV head in the
+        cache; True if its K and V are to be stored. They are stored if the write mask is True and the position is in
+        start .. stop - 1.
     """
     row = first_row + tl.arange(0, NEW_ROWS)
     at = batch * num_queries + row  # int64, because batch is
@@ -178,9 +179,10 @@ def append(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Norms and rotates K of new tokens first_row .. first_row + NEW_ROWS - 1, and stores their K and V.
+    """Applies head norm and rotary embedding to K of new tokens, and stores their K and V in the cache.
 
-    `places` is the result of `new_places`.
+    The tokens are first_row .. first_row + NEW_ROWS - 1 of a batch row. `places` is the result of `new_places` for
+    them.
     """
     at, position, slot, stored = places
     is_new = first_row + tl.arange(0, NEW_ROWS) < num_queries
@@ -217,9 +219,10 @@ def _rotate_kernel(
     PAGE_SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norms and rotates heads. Program (tile of tokens, head, row of the batch) has one head of some tokens.
+    """Applies head norms and rotary embedding to queries and K, and stores queries, K and V.
 
-    Heads below H are query heads, written to the output. Each other one is a KV head, whose K and V go to the cache.
+    CTA (tile of tokens, head, batch row) has one head of some tokens. Heads 0 .. H - 1 are query heads, which are
+    stored in the output. The other heads are KV heads, whose K and V are stored in the cache.
     """
     if PDL:
         gdc_launch_dependents()
@@ -251,9 +254,9 @@ def _rotate_kernel(
 
 
 def store_heads(call: HeadsCall) -> Tensor:
-    """Norms and rotates queries and keys, and writes K and V to the cache, as `Ops.store_heads`, in one launch.
+    """Applies head norms and rotary embedding to queries and K, and writes K and V to the KV cache, in one launch.
 
-    It does not write to page 0 of the cache.
+    It implements `Ops.store_heads`. It does not write to page 0 of the cache.
 
     Returns:
         The queries [B, Q, H, D].

@@ -329,7 +329,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 def _of_range(cache: Tensor, part: Range) -> Tensor:
     """Returns keys or values of a range in whole blocks of KEY_BLOCK, [n, Hkv, D], from one of the cache's tensors.
 
-    Those above the newest position may be anything.
+    Keys or values after the newest position of the range are undefined.
     """
     flat = cache.view(-1, *cache.shape[2:])
     if part.start is None:

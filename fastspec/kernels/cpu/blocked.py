@@ -65,7 +65,7 @@ class RowCounts:
         self._found: dict[tuple[Way, int, int, bool], Counts] = {}
 
     def of(self, matrix: Blocked, rows: Tensor) -> Counts:
-        """Returns the counts for a matrix whose values [N, K] are `rows`, and measures them if they are new."""
+        """Returns the numbers of rows for a matrix with values `rows` [N, K]. Measures them if they are not known."""
         assert matrix.way is not None, "it is filled"
         key = (matrix.way, *matrix.shape, matrix.head)
         if key not in self._found:
@@ -220,7 +220,7 @@ class Blocked:
         return dense.to(self.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Returns rows [..., K] number ids, int64 [...], in the dtype of this matrix."""
+        """Returns the rows of the matrix with indices `ids`, int64 [...], as [..., K] in the dtype of this matrix."""
         return (self.unpack() if self.rows is None else self.rows)[ids].to(self.dtype)
 
     def product(
@@ -307,7 +307,7 @@ def is_supported(dtype: torch.dtype) -> bool:
 def _as_half(rows: Tensor) -> tuple[Any, float] | None:
     """Returns FBGEMM's fp16 matrix of `rows` times a power of two, and this power.
 
-    None if fp16 cannot hold all values exactly, or if there is no FBGEMM.
+    Returns None if fp16 cannot hold all values exactly, or if there is no FBGEMM.
     """
     if "fbgemm" not in torch.backends.quantized.supported_engines or not rows.numel():
         return None

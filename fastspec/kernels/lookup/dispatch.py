@@ -1,8 +1,8 @@
-"""Draft tokens by lookup, in two launches: from a row itself, its prediction, and texts that rows share.
+"""Finds draft tokens by lookup, in two launches: in a row's own tokens, in its prediction, and in shared texts.
 
-In the first launch, a CTA searches one of these sources for one row. The second launch takes the source with the
-strongest match of each row. The definition is `reference.look_up`. All tensors of `LookUp` are int64 with contiguous
-rows.
+In the first launch, each CTA searches one of these sources for one batch row. The second launch takes, for each row,
+the source with the strongest match. The definition is `reference.look_up`. All tensors of `LookUp` are int64 with
+contiguous rows.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ def _look_up_kernel(
     SOURCES: tl.constexpr, RUNGS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Searches one source for one row: source program_id(1) for row program_id(0).
+    """Searches one source of draft tokens for one batch row: source program_id(1) for row program_id(0).
 
-    Source 0 is the row, source 1 the prediction if there is one, and the others are the tables of texts.
+    Source 0 is the row's own tokens. Source 1 is the prediction, if there is one. The other sources are tables of
+    texts.
 
     Args:
         found_ptr: output int64 [B, SOURCES, 2 + K]: number of valid drafts, strength of the match, K draft tokens.
-        prediction: the tensors of `Predictions`, or ().
-        tables: for each table the tensors of `TextTable`, then the owner of each row.
+        prediction: the tensors of `Predictions`. (): there is no prediction.
+        tables: a tuple for each table, with the tensors of `TextTable` and the owner of each batch row.
         capacities: number of tokens of each table.
-        stride, width: row stride and columns of `LookUp.tokens`; room_stride, room: those of the predictions.
+        stride, width: row stride and number of columns of `LookUp.tokens`.
+        room_stride, room: row stride and number of columns of `Predictions.tokens`.
         k: number of draft tokens.
-        PER: `LookUp.per_match`; 0: no limit.
+        PER: `LookUp.per_match`, the largest number of draft tokens per matching token; 0: no limit.
         RUNGS, SHORTEST, LONGEST, R, W: see `_occurrences` of texts.py.
     """
     row, source = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -75,9 +77,10 @@ def _strongest_kernel(
     found_ptr, drafts_ptr, counts_ptr, k,
     SOURCES: tl.constexpr, S: tl.constexpr, K: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    """Copies the draft tokens of a row's strongest source to the outputs; see `_look_up_kernel` for found_ptr.
+    """Copies the draft tokens of each batch row's strongest source, and their number, to the outputs.
 
-    Of equally strong sources it takes the prediction (if PREDICTED, source 1), then the lowest number.
+    Of equally strong sources it takes the prediction (source 1 if PREDICTED is True), then the source with the lowest
+    index. For found_ptr see `_look_up_kernel`.
     """
     row = tl.program_id(0).to(tl.int64)
     source = tl.arange(0, S)
@@ -92,7 +95,9 @@ def _strongest_kernel(
 
 
 def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
-    """Proposes up to k draft tokens for each row, as `Ops.look_up`, with two Triton kernels.
+    """Proposes up to k draft tokens for each batch row, as `Ops.look_up`, with two Triton kernels.
+
+    Returns the draft tokens, int64 [B, k], and the number of valid ones, int64 [B].
 
     Raises:
         ValueError: a tensor has another shape or layout than the kernels read, or tables index different n-grams.

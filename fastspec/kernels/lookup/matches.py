@@ -13,14 +13,14 @@ _ID_BITS = tl.constexpr(63 // ANCHOR)  # number of bits for a token id in the re
 
 @triton.jit
 def _runs(text_ptr, place, alive, row_ptr, last, limit):
-    """Returns the length of the match that ends before each place of a text and at each position `last` of a row.
+    """Returns the number of tokens before each place of a text that equal the tokens of a row up to position `last`.
 
-    It is the number of equal tokens text[place - 1 - i] == row[last - i] for i = 0, 1, .. up to the first difference.
+    The equal tokens are text[place - 1 - i] == row[last - i] for i = 0, 1, .. up to the first difference.
 
     Args:
         text_ptr: tokens of the text.
         place: indices in the text, of any shape.
-        alive: True where a result is wanted, else it is 0; shape of `last - place`.
+        alive: True where a result is wanted, in the shape of `last - place`. Other results are 0.
         row_ptr: tokens of the row.
         last: positions in the row, of a shape that broadcasts with `place`.
         limit: largest length.
@@ -38,10 +38,10 @@ def _runs(text_ptr, place, alive, row_ptr, last, limit):
 
 @triton.jit
 def match_row(row_ptr, length, width, min_n, max_n, k, drafts_ptr, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Searches the row itself for its last tokens, as `reference.lookup.match_row`, and writes k draft tokens.
+    """Searches a row for an earlier occurrence of its own last tokens, and writes k draft tokens.
 
-    Returns the number of valid draft tokens, k or 0, and the number of matching tokens. `width` is the number of
-    columns of `LookUp.tokens`, K a power of two >= k.
+    The definition is `reference.lookup.match_row`. Returns the number of valid draft tokens, k or 0, and the number of
+    matching tokens. `width` is the number of columns of `LookUp.tokens`, K a power of two >= k.
     """
     best = tl.full((), 0, tl.int64)
     for start in range(0, length, BLOCK):
@@ -58,7 +58,10 @@ def match_row(row_ptr, length, width, min_n, max_n, k, drafts_ptr, K: tl.constex
 
 @triton.jit
 def _three_before(tokens_ptr, place):
-    """Packs the 3 tokens before each place of a text into one int64, 21 bits each. -1 where there are fewer tokens."""
+    """Packs the 3 tokens before each place of a text into one int64, 21 bits each.
+
+    The result is -1 for places with fewer than 3 tokens before them.
+    """
     packed = tl.zeros_like(place)
     for back in tl.static_range(_ANCHOR):
         packed = (packed << _ID_BITS) | tl.load(tokens_ptr + place - 1 - back, mask=place >= _ANCHOR, other=0)
@@ -109,8 +112,10 @@ def follow(
     Returns the number of valid draft tokens, at most k, and the strength of the match (`reference.look_up`).
 
     Args:
-        text_ptr: tokens of the prediction; predicted: their number; room: columns of `Predictions.tokens`.
-        row_ptr: tokens of the row; length: their number; answered: number of those after the prompt.
+        text_ptr, predicted: tokens of the prediction, and their number.
+        room: number of columns of `Predictions.tokens`.
+        row_ptr, length: tokens of the row, and their number.
+        answered: number of tokens of the row after the prompt.
         min_n, max_n: see `LookUp`.
         k: number of draft tokens.
         drafts_ptr: output.

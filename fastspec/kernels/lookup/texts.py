@@ -1,6 +1,7 @@
-"""Device code that searches a table of texts for a row's last tokens. A table is the tensors of a `TextTable`.
+"""Device code that searches a table of texts for a row's last tokens.
 
-They are a tuple, in this order: tokens, texts, owners, keys, places, factors, lengths, and the owner of each row.
+A table is a tuple with the tensors of a `TextTable`, then the owner of each batch row. The order is: tokens, texts,
+owners, keys, places, factors, lengths, owner of each batch row.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ _PIVOTS = tl.constexpr(64)  # number of keys that a step of the search in a sort
 
 @triton.jit
 def _keys_up_to(keys_ptr, count, key, R: tl.constexpr):
-    """Returns, for each of R keys, how many of the `count` ascending keys at keys_ptr are less than it or equal."""
+    """Counts the keys of a table that are less than or equal to each of R keys `key`. Returns int64 [R].
+
+    The table has `count` keys at keys_ptr in ascending order.
+    """
     low = tl.zeros((R,), tl.int64)
     high = low + count
     pivot = tl.arange(0, _PIVOTS)[None, :]
@@ -39,16 +43,17 @@ def _occurrences(
     """Finds the latest M = _LOOKED_AT occurrences of a row's last tokens, as `reference.lookup._occurrences`.
 
     Args:
-        table: see the top of the file.
-        owner: owner whose texts the row may find.
+        table: tuple of tensors, see the module's docstring.
+        owner: owner whose texts the row may use.
         row_ptr, length: tokens of the row, and their number.
         capacity: number of tokens of the table.
-        RUNGS, SHORTEST, LONGEST: number of the n for which the table has n-grams; the smallest and the largest n.
+        RUNGS: number of lengths n for which the table indexes n-grams.
+        SHORTEST, LONGEST: the smallest and the largest of these lengths.
         R, W: RUNGS and LONGEST, rounded up to powers of two.
 
     Returns:
-        The index in the table after each occurrence [M], the number of its text [M], and the number of tokens that
-        match before it [M]; 0 if there is no such occurrence.
+        Three tensors [M]: the index in the table of the token after each occurrence, the index of its text, and the
+        number of matching tokens. This number is 0 if there is no such occurrence.
     """
     rung = tl.arange(0, R)
     length_of = tl.load(table[6] + rung, mask=rung < RUNGS, other=0)
@@ -88,8 +93,8 @@ def look_up_text(
 ):  # fmt: skip
     """Searches a table of texts for a row's last tokens, as `reference.lookup.look_up_text`, and writes draft tokens.
 
-    Returns the number of valid draft tokens, at most k, and the number of matching tokens. K is a power of two >= k.
-    For the other arguments see `_occurrences`.
+    Returns the number of valid draft tokens, at most k, and the number of matching tokens. The draft tokens are written
+    to drafts_ptr. K is a power of two >= k. For the other arguments see `_occurrences`.
     """
     place, text, run = _occurrences(table, owner, row_ptr, length, capacity, RUNGS, SHORTEST, LONGEST, R, W)
     best = tl.max(run, axis=0)

@@ -1,8 +1,8 @@
 """Computes bounds of the threshold of top-k and top-p, and collects the ids between the bounds (candidates).
 
-Top-k, top-p and min-p keep the ids whose logits are at or above a threshold, one for each logits row. The first launch
+Each logits row has a threshold: top-k, top-p and min-p keep the ids whose logits are at or above it. The first launch
 of distribution.py stores two numbers for each group of 32 ids: the largest logit, and the mass, which is a sum of
-exponentials (logits.py). These alone give bounds of the threshold:
+exponentials (logits.py). These numbers alone give bounds of the threshold:
 
 - top-k: each group whose largest logit reaches t has an id that does. So if k groups reach t, t is at most the k-th
   largest logit. The same holds for sets of four groups. For a small k, sets give as good a bound, with a quarter of the
@@ -20,7 +20,8 @@ not depend on the others.
 
 Arguments that most functions have:
 
-- `source`: (`Source`, index of the logits row in the launch, row of the batch, position), the arguments of `view_of`
+- `source`: the arguments of `view_of` as a tuple: (`Source`, index of the logits row in the launch, index of the batch
+  row, number of draft tokens before the position)
 - `x`, `tops`: largest scaled logit of each group; `masses`, `weights`: mass of each group
 - `largest`: largest scaled logit of the logits row
 - `lower`, `upper`: bounds of the threshold as keys, int64. A key (`key_of`) is an integer that orders as the logit
@@ -71,10 +72,11 @@ def filtered(top_k, top_p, min_p, vocab):
 
 @triton.jit
 def _narrowed(low, high, light):
-    """Narrows [low, high] in a search for the largest pivot that is `light`.
+    """Narrows the interval [low, high] in a search for the largest value that fulfils a condition.
 
-    The pivots are evenly spaced in the interval. `light` [PIVOTS] is True for the first few. Returns the last pivot for
-    which it is True, or `low`, and the pivot after that, or `high`.
+    The condition was tested for PIVOTS evenly spaced values in the interval (pivots). `light` [PIVOTS] has the results:
+    True for the first pivots, then False. Returns the last pivot with True (or `low`), and the first pivot with False
+    (or `high`).
     """
     step = (high - low) / (PIVOTS + 1)
     number = tl.sum(light.to(tl.int32), axis=0).to(tl.float32)
@@ -114,13 +116,14 @@ def largest_with(keys, weights, least):
 
 @triton.jit
 def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
-    """Returns a logit t such that all ids below t have a total mass of at most `max_mass`.
+    """Returns a logit t such that the ids with logits below t have a total mass of at most `max_mass`.
 
     Args:
-        x, weights: largest logit and mass of each group, [1, N].
-        rest: mass of each group without its largest id. If that id reaches t, it is not below t.
+        x: largest logit of each group of ids, [1, N].
+        weights: mass of each group, [1, N].
+        rest: mass of each group without the id with the largest logit, [1, N].
         groups: number of groups.
-        largest: largest logit.
+        largest: largest logit of the logits row.
         max_mass: largest allowed mass.
         WIDTH: number of ids of a group.
     """
@@ -136,9 +139,9 @@ def _largest_below(x, weights, rest, groups, largest, max_mass, WIDTH):
 
 @triton.jit
 def _quantile(x, weights, max_mass, low, high):
-    """Searches [low, high] for the largest t such that the weights of x < t sum to at most `max_mass`.
+    """Searches [low, high] for the largest t such that the weights of elements x < t sum to at most `max_mass`.
 
-    x and weights are [1, N]. Returns the ends (below, above) of a short interval that contains t.
+    x and weights are [1, N]. Returns the ends of a short interval that contains t.
     """
     for _ in range(4):
         pivots = low + (tl.arange(0, PIVOTS) + 1) * ((high - low) / (PIVOTS + 1))
@@ -149,10 +152,10 @@ def _quantile(x, weights, max_mass, low, high):
 
 @triton.jit
 def _reached_by(tops, largest, least):
-    """Returns the key, int64, of a value t such that at least `least` of the values tops [1, N] are >= t.
+    """Returns the key (`key_of`), int64, of a value t such that at least `least` of the values tops [1, N] are >= t.
 
-    Not many more than `least` are. Returns KEY_LOWEST if there is no such t. Pivots are evenly spaced values, not keys.
-    This suits the distribution of logits: one to three steps are enough.
+    The number of these values is not much larger than `least`. Returns KEY_LOWEST if there is no such t. The search
+    tries evenly spaced values, not keys. This suits the distribution of logits: one to three steps are enough.
     """
     low, high = largest - REACH, largest
     reached = tl.zeros([], tl.int32)
@@ -177,7 +180,10 @@ def _reached_by(tops, largest, least):
 
 @triton.jit
 def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
-    """Returns a lower bound of the key of the k-th largest logit, from the largest logits of groups, [1, GROUPS]."""
+    """Returns a lower bound of the key (`key_of`) of a logits row's k-th largest logit, k = top_k.
+
+    It is computed from `tops` [1, GROUPS], the largest logit of each group of ids.
+    """
     if top_k * FEW <= GROUPS:
         sets = tl.max(tl.reshape(tops, [GROUPS // SET, SET]), axis=1)
         key = _reached_by(sets[None, :], largest, top_k)
@@ -190,10 +196,17 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
 def _guessed(
     source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
 ):
-    """Returns (lower, upper, 1) with closer bounds, guessed from one id of each group as a sample.
+    """Guesses closer bounds of the threshold from a sample: the logits of one id of each group.
 
-    If there are few enough ids between the given bounds, returns them as (lower, upper, 0). `normaliser` is the total
-    mass, WIDTH the number of ids of a group, MAX_FOUND the number of candidates that can be stored.
+    Args:
+        lower, upper: known bounds of the threshold, as keys.
+        normaliser: total mass of the logits row.
+        WIDTH: number of ids of a group.
+        MAX_FOUND: number of candidates that can be stored.
+
+    Returns:
+        (lower, upper, 1) with guessed bounds. (lower, upper, 0) with the known bounds, if there are few enough ids
+        between them, or if the sample gives no closer bounds.
     """
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
@@ -228,10 +241,17 @@ def _guessed(
 
 @triton.jit
 def _sampled_edge(x, largest, light, least, upper, WIDTH):
-    """Estimates the threshold of top-p from a sample of logits x [1, N]. Returns a key below it and a key above it.
+    """Estimates the threshold of top-p from a sample of logits x [1, N].
 
-    Each element of the sample stands for WIDTH ids. `light` is the mass that top-p removes. The threshold is at least
-    the value `least`.
+    Returns a key below the estimated threshold and a key above it.
+
+    Args:
+        x: logits of the sample. Each stands for WIDTH ids.
+        largest: largest logit of the logits row.
+        light: mass that top-p removes.
+        least: logit that is known to be at most the threshold.
+        upper: key to return as the upper one if the sample has no error estimate.
+        WIDTH: number of ids of a group.
     """
     weights = tl.exp(x - largest) * WIDTH
     low, high = least, largest
@@ -256,9 +276,10 @@ def _sampled_edge(x, largest, light, least, upper, WIDTH):
 
 @triton.jit
 def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, groups, GROUPS, WIDTH, MAX_FOUND, STOPS):
-    """Returns (lower, upper, guessed): bounds of the threshold, after min-p, a sample and the given `lower` are used.
+    """Computes bounds of a logits row's threshold from a known lower bound, min-p, and a sample of the logits.
 
-    If `guessed` is 0, the threshold's key is in [lower, upper). If it is 1, this must be checked.
+    Returns (lower, upper, guessed). If `guessed` is 0, the key of the threshold is in [lower, upper). If `guessed` is
+    1, it may be outside, which must be checked.
     """
     limits_k = (top_k > 0) & (top_k < source[0].vocab)
     limits_p = top_p < 1.0
@@ -282,10 +303,10 @@ def _bounded(source, tops, lower, largest, normaliser, top_k, top_p, min_p, grou
 
 @triton.jit
 def merged(tops_ptr, masses_ptr, groups, GROUPS: tl.constexpr, EACH: tl.constexpr):
-    """Loads the stored groups of a logits row, and merges every EACH neighbouring ones to one.
+    """Loads the largest logits and masses of a logits row's groups, and merges every EACH neighbouring groups to one.
 
-    Returns the largest logit of each merged group, and its mass relative to that logit, both fp32 [1, GROUPS]. Greedy
-    rows and rows with top-k store no masses; for these the masses may be any value.
+    Returns the largest logit of each merged group, and its mass relative to that logit, both fp32 [1, GROUPS]. For
+    greedy rows and rows with top-k no masses are stored. The masses returned for them are undefined.
     """
     group = tl.arange(0, GROUPS)[None, :] * EACH
     tops = tl.load(tops_ptr + group, mask=group < groups, other=-float("inf"))
@@ -317,10 +338,11 @@ def described(
 ):
     """Classifies a logits row, and computes its normaliser and bounds of its threshold, from groups of WIDTH ids.
 
-    `tops` and `masses` are [1, GROUPS], of which the first `groups` are valid.
+    `tops` and `masses` [1, GROUPS] are the groups' largest logits and masses. The first `groups` elements are valid.
 
     Returns:
-        kind: INVALID (NaN or infinite logits), GREEDY, KNOWN (no filter) or SEARCHED (the threshold is to be found).
+        kind: INVALID (NaN or infinite logits), GREEDY (no sampling), KNOWN (nothing is filtered), or SEARCHED (the
+            threshold is to be found).
         largest: largest scaled logit.
         normaliser: total mass; 1 with top-k, because only the mass of kept ids matters then.
         best: id of the largest logit of a GREEDY row.
@@ -371,10 +393,10 @@ LISTED_PIECE = tl.constexpr(128)  # number of listed groups that are read at a t
 
 @triton.jit
 def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS):
-    """Processes a chunk of CHUNK ids, from id `start` on, of a logits row that several CTAs share.
+    """Counts and collects ids in a chunk of CHUNK ids, from id `start` on, of a logits row that several CTAs share.
 
-    Ids with keys >= `upper` are counted, and their mass is added to the counters. Ids with keys in [lower, upper) are
-    stored as candidates, up to MAX_FOUND of them.
+    The number and the mass of ids with keys >= `upper` are added to the counters. Ids with keys in [lower, upper) are
+    stored as candidates at `found_ptr`, up to MAX_FOUND of them.
     """
     index = start + tl.arange(0, CHUNK)
     x = scaled(view_of(*source), index, STOPS)
@@ -399,7 +421,10 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
 
 @triton.jit
 def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MAX_FOUND, STOPS):
-    """Calls `_note` for this CTA's chunks. Returns True in the CTA of the logits row that finishes last."""
+    """Counts and collects ids in this CTA's chunks of a logits row, see `_note`.
+
+    Returns True in the CTA that finishes last among the CTAs of the logits row.
+    """
     # disable_licm: values hoisted out of the loop would take registers
     for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
@@ -413,15 +438,16 @@ def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, uppe
 
 @triton.jit
 def read_off(counters_ptr, word):
-    """Loads counter number `word`, which several CTAs have incremented. The load bypasses L1."""
+    """Loads the counter with index `word`, which several CTAs have incremented. The load bypasses L1."""
     return tl.load(counters_ptr + word, cache_modifier=".cg")
 
 
 @triton.jit
 def _places_of(near):
-    """Numbers the elements of near int32 [ROWS, COLUMNS] that are 1, row by row. Returns (their numbers, their count).
+    """Numbers the elements of near int32 [ROWS, COLUMNS] that are 1, from 0 on and row by row.
 
-    Two short scans are faster than a long one over all threads of a CTA.
+    Returns (the index of each such element [ROWS, COLUMNS], the number of such elements). Two short scans are faster
+    than a long scan over all threads of a CTA.
     """
     in_row = tl.sum(near, axis=1)
     before = tl.cumsum(in_row, axis=0) - in_row
@@ -430,9 +456,10 @@ def _places_of(near):
 
 @triton.jit
 def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl.constexpr, EACH: tl.constexpr):
-    """Returns the number of groups whose largest logit has a key of at least `lower`, among up to SIZE * EACH groups.
+    """Returns the number of groups of ids whose largest logit has a key of at least `lower`.
 
-    If `lists`, stores the numbers of the first `max_listed` of these groups in ascending order.
+    If `lists` is True, it stores the indices of the first `max_listed` of these groups at `listed_ptr`, in ascending
+    order. It reads SIZE groups at a time, EACH times.
     """
     COLUMNS: tl.constexpr = min(_GROUP, SIZE)
     ROWS: tl.constexpr = SIZE // COLUMNS
@@ -455,7 +482,8 @@ def list_groups(tops_ptr, groups, lower, listed_ptr, lists, max_listed, SIZE: tl
 def gather(source, listed_ptr, found_ptr, number, lower, MAX_FOUND: tl.constexpr, STOPS: tl.constexpr):
     """Stores the ids with keys of at least `lower` in the listed groups as candidates, in ascending order.
 
-    Returns the number of such ids. Only the first MAX_FOUND are stored. `number` is the number of listed groups.
+    The indices of the groups are at `listed_ptr`; `number` is their number. Returns the number of such ids. Only the
+    first MAX_FOUND of them are stored at `found_ptr`.
     """
     count = number * 0
     for start in tl.range(0, number, LISTED_PIECE, disable_licm=True):

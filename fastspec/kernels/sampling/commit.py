@@ -1,7 +1,7 @@
-"""Commits the verified tokens of a step in one launch. The launches that also verify use the same device code.
+"""Commits the verified tokens of a decode step in one launch. Launches that also verify use the same device code.
 
-The definition is `fastspec.sampling.verify.commit`. A CTA commits one row. The last CTA publishes the results of all
-rows (publish.py).
+The definition is `fastspec.sampling.verify.commit`. A CTA commits one batch row. The CTA that finishes last publishes
+the results of all rows (publish.py).
 
 | argument   | shape, dtype         | notes                                                                        |
 |------------|----------------------|------------------------------------------------------------------------------|
@@ -73,7 +73,10 @@ class RowSizes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """Kernel argument: the ring to which a step's results are published. Both None: they are not published."""
+    """Kernel argument: the ring buffer to which a step's results are published, and its counter (publish.py).
+
+    Both fields are None if the results are not published.
+    """
 
     entries: Any
     counter: Any
@@ -100,15 +103,16 @@ def commit_row(
     STOPS: tl.constexpr,
     NUM_STOPS: tl.constexpr,
 ):
-    """Commits the verified tokens of one row, as `verify.commit`, in one CTA. The CTA that does it last publishes.
+    """Commits the verified tokens of one batch row, as `verify.commit`, in one CTA.
 
-    If log-probabilities are recorded, those of the emitted tokens are stored before.
+    The CTA that commits the last row publishes the results of all rows. If log-probabilities are recorded, those of the
+    emitted tokens are stored before the commit.
 
     Args:
-        row: index of the row.
-        accepted: number of accepted draft tokens; negative: nothing is emitted.
-        details_width: stride of the ring of log-probabilities.
-        TOP: number of most probable ids for which the state has memory.
+        row: index of the batch row.
+        accepted: number of accepted draft tokens. Negative: the row emits no token.
+        details_width: stride of the ring buffer of log-probabilities.
+        TOP: number of most probable ids for which the decode state has memory.
 
     Returns:
         The number of emitted tokens.
@@ -245,7 +249,7 @@ def _commit_kernel(
 
 
 def scratch_of(batch: int, max_drafts: int, device: torch.device) -> Tensor:
-    """Allocates zeroed scratch memory of the commit kernels for up to `batch` rows.
+    """Allocates zeroed scratch memory of the commit kernels, for up to `batch` rows with `max_drafts` draft tokens.
 
     It has one counter of committed rows, then one counter of finished CTAs for each row, then one integer for the
     argmax of each scored position.
@@ -260,12 +264,12 @@ def commit(
     scratch: Any,
     publish_to: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Commits the verified tokens of a step, as `reference.commit`, in one launch.
+    """Commits the verified tokens of a decode step, as `reference.commit`, in one launch.
 
     Unlike the definition, it does not write to the last column of `rows.tokens`, which has no valid token.
 
     Raises:
-        ValueError: a layout other than in the table above, or the scratch is too small.
+        ValueError: a layout other than in the module's table, or the scratch memory is too small.
     """
     batch, places = block.shape
     check_rows(rows, batch, places - 1, scratch)
@@ -291,7 +295,7 @@ def commit(
 
 
 def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -> None:
-    """Checks the tensors of `rows` and the scratch memory that `commit_row` uses.
+    """Checks the tensors of the decode state `rows` and the scratch memory that `commit_row` uses.
 
     Raises:
         ValueError: a layout that the kernels would misread, or a buffer that is too small.
@@ -304,7 +308,7 @@ def check_rows(rows: CommitRows, batch: int, num_drafts: int, scratch: Tensor) -
 
 
 def state_of(rows: CommitRows) -> StateRows:
-    """Builds the kernels' argument `state` from the state of the rows."""
+    """Builds the kernel argument `state` from the decode state of the batch rows."""
     return StateRows(
         rows.tokens,
         rows.lengths,
@@ -321,10 +325,14 @@ def state_of(rows: CommitRows) -> StateRows:
 
 
 def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tuple[int, ...]:
-    """Returns the kernels' arguments tokens_width, stop_stride, block_stride, slots and entry_width, in this order.
+    """Returns the kernel arguments tokens_width, stop_stride, block_stride, slots and entry_width, in this order.
+
+    Args:
+        rows: decode state.
+        publish_to: (ring buffer, counter) to which results are published. None: they are not published.
 
     Raises:
-        ValueError: the ring of `publish_to` does not fit `rows`.
+        ValueError: the ring buffer does not fit `rows`.
     """
     if publish_to is not None:
         check_ring(publish_to[0], rows)
@@ -333,7 +341,7 @@ def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tupl
 
 
 def blocks_of(rows: CommitRows) -> dict[str, int]:
-    """Returns the block sizes of `commit_row`, by name."""
+    """Returns the constexpr sizes PLACES, STOPS and NUM_STOPS of `commit_row`, by name."""
     stops = rows.stop_ids.shape[1]
     places = max(_MIN_PLACES, triton.next_power_of_2(rows.block.shape[1]))
     return {"PLACES": places, "STOPS": triton.next_power_of_2(stops), "NUM_STOPS": stops}

@@ -1,8 +1,8 @@
-"""Sampling distributions of a step in two launches, without a sort: processors, temperature, top-k, top-p, min-p.
+"""Computes sampling distributions in two launches, without a sort: processors, temperature, top-k, top-p, min-p.
 
 The definition is `distribution.compute_probs` of `processors.process`. A *line* is one logits row: the logits of one
-scored position of one row of the batch. The *mass* of an id is exp(x - largest logit), x its scaled logit; masses of
-several ids are added.
+scored position of one batch row. The *mass* of an id is exp(x - largest logit), x its scaled logit; masses of several
+ids are added.
 
 1. `_groups_kernel` reads the logits once. It stores the largest logit and the mass of each group of 32 ids. A group's
    mass is relative to its own largest logit, so CTAs share nothing. A CTA takes CHUNK ids of a row of the batch and
@@ -92,15 +92,24 @@ _GROUP = tl.constexpr(GROUP)
 
 
 def piece_of(chunk: int) -> int:
-    """Returns the number of ids that a CTA processes at a time in a row with penalties, which need more registers."""
+    """Returns the number of ids that a CTA with a chunk of `chunk` ids processes at a time in a row with penalties.
+
+    It is smaller than the chunk, because penalties need registers.
+    """
     return max(GROUP, chunk // 4)
 
 
 @triton.jit
 def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
-    """Stores the largest scaled logit of every group of a chunk x [CHUNK], and if `weighs` the group's mass.
+    """Stores the largest scaled logit of each group of ids in a chunk x [CHUNK].
 
-    tops_ptr: fp32 [2, groups] of one logits row: largest logits, then masses (sums of exp(x - largest of the group)).
+    If `weighs` is True, it also stores the mass of each group.
+
+    Args:
+        tops_ptr: output of one logits row, fp32 [2, groups]: largest logit x0 of each group, then its mass, the sum of
+            exp(x - x0).
+        chunk: index of the chunk in the logits row.
+        groups: number of groups.
     """
     x = tl.reshape(x, [CHUNK // _GROUP, _GROUP])
     tops = tl.max(x, axis=1)
@@ -114,7 +123,7 @@ def _sum_up(x, tops_ptr, chunk, groups, weighs, CHUNK: tl.constexpr):
 
 @triton.jit
 def _in_pieces(view, tops_ptr, groups, weighs, CHUNK: tl.constexpr, PIECE: tl.constexpr, STOPS: tl.constexpr):
-    """Calls `_sum_up` for a chunk of a row with penalties in pieces of PIECE ids, because penalties need registers."""
+    """Calls `_sum_up` for PIECE ids of a chunk at a time, in a logits row with penalties, which need registers."""
     for piece in range(0, CHUNK // PIECE):
         which = tl.program_id(0) * (CHUNK // PIECE) + piece
         x = scaled(view, which * PIECE + tl.arange(0, PIECE), STOPS)
@@ -193,7 +202,7 @@ _COUNTERS = tl.constexpr(COUNTERS)
 
 
 class Scratch(NamedTuple):
-    """Kernel argument: the buffers of a `SampledWork`, which has their shapes."""
+    """Kernel argument: scratch buffers. `SampledWork` describes them."""
 
     counters: Any
     records: Any
@@ -203,13 +212,16 @@ class Scratch(NamedTuple):
 
 
 class LineDistribution(NamedTuple):
-    """Sampling distribution of one logits row as scalars on the device; the module docstring has the formula.
+    """Sampling distribution of one logits row as scalars in a kernel.
+
+        p(id) = exp(x - largest) / normaliser for the ids that are kept, else 0;   x is the id's scaled logit
 
     Attributes:
-        kind: int32, one of SEARCHED, KNOWN, GREEDY and INVALID.
+        kind: int32. INVALID: NaN or infinite logits, no distribution. GREEDY: p is 1 on the id `best`. KNOWN: the other
+            fields are valid. SEARCHED: the threshold is not known yet.
         largest: fp32, largest scaled logit.
         normaliser: fp32, sum of exp(x - largest) over the kept ids.
-        key: int32, key (`key_of`) of the lowest logit that is kept.
+        key: int32, key (`key_of`) of the lowest scaled logit that is kept.
         cut: int32, the last id that is kept among ids with this key.
         best: int32, the id with probability 1 if `kind` is GREEDY.
     """
@@ -240,7 +252,10 @@ def load_distribution(record_ptr):
 
 @triton.jit
 def share(dist, x, index, min_p):
-    """Returns fp32 probabilities of ids `index` with scaled logits x, of a row that is neither INVALID nor GREEDY."""
+    """Returns fp32 probabilities of ids `index` with scaled logits x, under the `LineDistribution` dist.
+
+    The distribution is neither INVALID nor GREEDY.
+    """
     e = tl.exp(x - dist.largest)
     p = tl.div_rn(e, dist.normaliser + tl.zeros_like(e))
     return tl.where(kept(key_of(x), index, e, dist.key, dist.cut, min_p), p, 0.0)
@@ -248,9 +263,9 @@ def share(dist, x, index, min_p):
 
 @triton.jit
 def probabilities(dist, view, index, min_p, STOPS: tl.constexpr):
-    """Returns fp32 probabilities of ids `index` int32 under `dist`, the distribution of the logits row of `view`.
+    """Returns fp32 probabilities of ids `index` int32 under the `LineDistribution` dist.
 
-    The row is not INVALID.
+    `view` is the `View` of the same logits row. The distribution is not INVALID.
     """
     p = (index == dist.best).to(tl.float32)
     if dist.kind != GREEDY:
@@ -279,9 +294,10 @@ def _find_threshold(
     PIECE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Returns (key, cut, fp32 normaliser) of `LineDistribution`, after all candidates of the logits row are stored.
+    """Finds the threshold of a logits row among its stored candidates.
 
-    `normaliser` is the total mass; 1 with top-k. For the other arguments see bounds.py and `rank_candidates`.
+    Returns (key, cut, fp32 normaliser) of `LineDistribution`. The argument `normaliser` is the total mass, or 1 with
+    top-k. For the other arguments see bounds.py and `rank_candidates`.
     """
     vocab = source[0].vocab
     top_k = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
@@ -318,7 +334,8 @@ def _store_distribution(record_ptr, dist, upper, guessed, num_listed):
 def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
     """Loads the logit, the logit bias and the draft model's probability of a draft token, each fp32 [16].
 
-    `draft` is int32 [16], all equal; -1 if there is no draft token. Without q_ptr the probability is 1.
+    `draft` is int32 [16] with 16 copies of the draft token, or of -1 if there is none. If q_ptr is None, the
+    probability is 1.
     """
     known = draft >= 0
     x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
@@ -331,7 +348,10 @@ def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
 
 @triton.jit
 def _weigh_draft(source, draft, read, dist, record_ptr, min_p, STOPS: tl.constexpr):
-    """Stores the fields P_DRAFT and Q_DRAFT of a record. `read` is the result of `_draft_at`."""
+    """Stores the draft token's probabilities P_DRAFT and Q_DRAFT in the record of a logits row.
+
+    `read` is the result of `_draft_at`, `dist` the `LineDistribution` of the logits row.
+    """
     x = processed(view_of(*source), read[0] + read[1], draft, draft >= 0, STOPS)
     p = tl.max(share(dist, x, draft, min_p), axis=0)
     # NaN: every comparison with it is false, so a draft at an invalid line is never accepted
@@ -440,7 +460,10 @@ def _distribution_kernel(
 
 
 def launch_of(lines: int) -> dict[str, int]:
-    """Returns launch options for `lines` logits rows. Those that change the order of sums do not depend on `lines`."""
+    """Returns the launch options for `lines` logits rows.
+
+    Options that change the order of sums do not depend on `lines`.
+    """
     return LAUNCH | (CROWDED if lines > PROGRAMS else {})
 
 
@@ -467,8 +490,8 @@ def find_distributions(
             token j.
         draft_probs: [B, K, V], distributions from which draft tokens were drawn. None: the proposer is deterministic.
         ragged: True to skip positions after the last valid draft token of each row.
-        record: log-probabilities of the raw logits to record. Those of the emitted tokens are recorded at the commit.
-            None: none.
+        record: request to record log-probabilities of the raw logits. The commit records the log-probabilities of the
+            emitted tokens. None: nothing is recorded.
     """
     batch, places, vocab = logits.shape
     source = sampled_parts.source_of(logits, rows, ragged=ragged)

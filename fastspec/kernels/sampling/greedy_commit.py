@@ -49,9 +49,9 @@ LAUNCH = ((48, 8192, 8), (0, 4096, 4))
 
 
 class Lines(NamedTuple):
-    """Kernel argument: logits rows, the draft tokens that they verify, and their sizes.
+    """Kernel argument: logits rows (lines), the draft tokens that they verify, and their sizes.
 
-    A logits row, or line, belongs to one of the k + 1 scored positions of a row of the batch.
+    A line has the logits of one of the k + 1 scored positions of a batch row.
     """
 
     logits: Any  # fp32 [B (k+1), V]; None if keys are given
@@ -73,8 +73,8 @@ def _larger(a, b):
 def _best_of(x, index):
     """Packs the largest element of x fp32 and its index into one int64 > 0.
 
-    As in torch.argmax, NaN is the largest, and the lowest index is taken if several elements are equal. Two results
-    compare as (element, -index), with -0 equal to 0.
+    As in torch.argmax, NaN is the largest, and the lowest index is taken if several elements are equal. Results compare
+    as (element, -index), with -0 equal to 0.
     """
     top = tl.reduce(x, 0, _larger)
     if top == top:  # False if there is a NaN
@@ -180,7 +180,7 @@ def verify_commit(
     publish_to: tuple[Tensor, Tensor] | None = None,
     record: Record | None = None,
 ) -> None:
-    """Verifies the draft tokens of a greedy step and commits it, as `reference.verify_commit`, in one launch.
+    """Verifies the draft tokens of a greedy decode step and commits it, as `reference.verify_commit`, in one launch.
 
     Unlike the definition, it does not write to the last column of `rows.tokens`, which has no valid token.
 
@@ -234,9 +234,12 @@ def record_logprobs(logits: Tensor, rows: CommitRows, scratch: Any, record: Reco
 
 
 def _lines_of(logits: Tensor | PartKeys, drafts: Tensor, *, recorded: bool) -> tuple[Lines, int, int]:
-    """Returns the kernel's argument `Lines`, the number of logits (or keys) per CTA, and the number of warps.
+    """Returns the kernel argument `Lines`, the number of logits (or of keys) per CTA, and the number of warps.
 
-    recorded: True if log-probabilities are recorded, which needs logits.
+    Args:
+        logits: logits of the scored positions, or the keys that stand for them.
+        drafts: draft tokens.
+        recorded: True if log-probabilities are recorded, which needs logits.
     """
     if isinstance(logits, PartKeys):
         keys, parts = logits.keys, logits.keys.shape[-1]

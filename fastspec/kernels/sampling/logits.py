@@ -2,13 +2,13 @@
 
 Words in the sampling kernels:
 
-- *place*: number 0 .. k of a position that a step scores in a row. Place j comes after j draft tokens
-- *line*: one logits row, the logits of one place of one row of the batch. Line r of a launch belongs to row
+- *place*: index 0 .. k of a position that a decode step scores in a batch row. Place j comes after j draft tokens
+- *line*: one logits row, the logits of one place of one batch row. Line r of a launch belongs to batch row
   r // places, and its place is first + r % places
-- *group*: GROUP neighbouring ids of a line
+- *group*: GROUP neighbouring ids of the vocabulary, in one line
 - *scaled logit*: the logit after logit processors and temperature
 - *mass* of some ids: the sum of exp(x - largest) over their scaled logits x. largest is the largest x of the line
-- *key*: an int32 that orders as the fp32 logit does (`key_of`)
+- *key*: an int32 made from an fp32 logit. Keys compare as the logits do (`key_of`)
 
 A value that several kernels need is computed by one function here, so it has the same bits everywhere. Its roundings
 are those of torch: no fused multiply-add (`OPTIONS`), and divisions round to nearest.
@@ -59,16 +59,16 @@ INTS = ["places", "first"]
 
 @dataclass(frozen=True, slots=True)
 class SampledWork:
-    """Scratch memory of the sampling kernels, for up to `lines` logits rows of B rows of the batch.
+    """Scratch memory of the sampling kernels, for up to `lines` logits rows of B batch rows.
 
     Attributes:
         counters: int64 [lines, COUNTERS], zero between steps.
-        arrivals: int64 [B], number of CTAs of each row that have finished; zero between steps.
+        arrivals: int64 [B], number of CTAs of each batch row that have finished; zero between steps.
         records: int32 [lines, RECORD], the sampling distribution of each logits row (distribution.py).
         groups: fp32 [lines, 2, V / GROUP]. For each group of ids, its largest scaled logit x0, and the sum of
             exp(x - x0).
         found: int32 [lines, 2, CANDIDATES]: keys (`key_of`) of logits near the threshold, and their ids.
-        listed: int32 [lines, LISTED]: numbers of the groups that hold such ids.
+        listed: int32 [lines, LISTED]: indices of the groups that hold such ids.
     """
 
     counters: Tensor
@@ -80,7 +80,14 @@ class SampledWork:
 
 
 def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> SampledWork:
-    """Allocates scratch memory of the sampling kernels for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
+    """Allocates scratch memory of the sampling kernels.
+
+    Args:
+        batch: largest number of batch rows.
+        max_drafts: largest number of draft tokens of a row.
+        vocab: size of the vocabulary.
+        device: device of the model.
+    """
     lines = batch * (max_drafts + 1)
     return SampledWork(
         torch.zeros(lines, COUNTERS, dtype=torch.int64, device=device),
@@ -99,7 +106,7 @@ def sampled_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
 
 
 def parts_of(batch: int, places: int, programs: int) -> int:
-    """Returns the number of parts into which the `places` scored positions of each row are split.
+    """Returns the number of parts into which a launch splits the `places` scored positions of each batch row.
 
     Each part has `programs` CTAs of its own, which process its positions one after the other. There are only as many
     parts as fill the device, because a CTA with several positions of a row finds their common data in L1.
@@ -108,15 +115,15 @@ def parts_of(batch: int, places: int, programs: int) -> int:
 
 
 class Source(NamedTuple):
-    """Kernel argument: logits of B rows, and everything that logit processors and sampling options read.
+    """Kernel argument: logits of B batch rows, and all tensors that logit processors and sampling options read.
 
     Tables are [B, ...] with a stride between rows; the other tensors are [B]. The sizes are constant for one model and
-    one state, so Triton may compile for their alignment.
+    one decode state, so Triton may compile for their alignment.
 
     Attributes:
-        logits: fp32 [B, R, V], R scored positions at `logits_stride`.
+        logits: fp32 [B, R, V], logits of R scored positions, which are `logits_stride` elements apart.
         counts: int64 [B], number of valid draft tokens. None: all R positions of a row are needed.
-        groups: number of groups of GROUP ids.
+        groups: number of groups of GROUP ids in the vocabulary.
         bias to unbiased: fields of `fastspec.state.DecodeState` with these names.
     """
 
@@ -153,10 +160,10 @@ SOURCE = Source._fields[1 : Source._fields.index("unbiased")]  # fields of which
 
 
 class View(NamedTuple):
-    """Everything that `scaled` reads for one logits row, on the device.
+    """Values in a kernel that `scaled` needs for one logits row.
 
-    It has pointers to the logits and to the tables of the row of the batch, and the values of the row's options.
-    `penalised` is True if the row has penalties, `early` if stop ids are not allowed at this position yet.
+    These are pointers to the logits and to the batch row's tables, and the values of the row's sampling options.
+    `penalised` is True if the row has penalties. `early` is True if stop ids are not allowed at this position yet.
     """
 
     logits: Any
@@ -179,9 +186,12 @@ _View = tl.constexpr(View)
 
 
 def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
-    """Makes the kernel argument `Source` for logits [B, R, V] and the state of the rows.
+    """Makes the kernel argument `Source`.
 
-    ragged: True to skip positions after the last valid draft token of each row.
+    Args:
+        logits: fp32 [B, R, V].
+        rows: decode state of the B batch rows.
+        ragged: True to skip the positions after the last valid draft token of each row.
     """
     does, sampler = rows.processors, rows.sampler
     vocab = logits.shape[2]
@@ -197,7 +207,7 @@ def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
 
 
 def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
-    """Checks the logits, the state of the rows and the scratch memory of the sampling kernels.
+    """Checks the logits, the decode state and the scratch memory, before the sampling kernels read them.
 
     Raises:
         ValueError: a layout that the kernels would misread, or a buffer that is too small.
@@ -241,7 +251,7 @@ def check_draft_probs(probs: Tensor | None, vocab: int) -> None:
 
 @triton.jit
 def key_of(x):
-    """Converts fp32 x, without NaN and -0, to its key: an int32 that compares as x does."""
+    """Converts fp32 x to its key, an int32. Keys compare as the values x do. x has no NaN and no -0."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -254,7 +264,7 @@ def value_of(key):
 
 @triton.jit
 def level_of(largest):
-    """Returns the number that is subtracted from logits before exp: the largest logit, or 0 if that is not finite.
+    """Returns the number to subtract from logits before exp: the largest logit, or 0 if the largest is not finite.
 
     So an infinite logit never gives NaN.
     """
@@ -268,7 +278,7 @@ def view_of(source, line, row, place):
     Args:
         source: `Source`.
         line: index of the logits row in the launch.
-        row: its row of the batch.
+        row: index of its batch row.
         place: number of draft tokens before its position.
     """
     row = row.to(tl.int64)
@@ -298,9 +308,12 @@ def view_of(source, line, row, place):
 
 @triton.jit
 def penalised_at(view, offset, early, place):
-    """Returns the `View` of another scored position of the same row of the batch, which has penalties.
+    """Returns the `View` of another scored position of the same batch row. The row has penalties.
 
-    `offset` is the distance between the logits of both, in elements. `early` and `place` are those of the new position.
+    Args:
+        view: `View` of a position of the row.
+        offset: distance between the logits of both positions, in elements.
+        early, place: fields of the new `View`.
     """
     return _View(
         view.logits + offset,
@@ -322,9 +335,9 @@ def penalised_at(view, offset, early, place):
 
 @triton.jit
 def scaled(view, index, NUM_STOPS: tl.constexpr):
-    """Returns the scaled logits of ids `index` int32: after logit processors and temperature, in fp32.
+    """Returns the scaled logits of ids `index` int32, in fp32. They are scaled by logit processors and temperature.
 
-    A NaN becomes +inf. Ids outside 0..V-1 get -inf.
+    `view` is the `View` of the logits row. A NaN becomes +inf. Ids outside 0..V-1 get -inf.
     """
     known = (index >= 0) & (index < view.vocab)
     x = tl.load(view.logits + index, mask=known, other=-float("inf"))
@@ -333,7 +346,10 @@ def scaled(view, index, NUM_STOPS: tl.constexpr):
 
 @triton.jit
 def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
-    """Computes `scaled` from logits x of ids `index`, to which biases are already added. `known` masks valid ids."""
+    """Computes the scaled logits of ids `index` from logits x, to which logit biases are already added.
+
+    `known` is False for ids outside the vocabulary.
+    """
     prompt_ptr, output_ptr, drafts_ptr, place = view.in_prompt, view.output_counts, view.draft_tokens, view.place
     if view.penalised:
         repetition, presence, frequency = view.repetition, view.presence, view.frequency
@@ -350,9 +366,10 @@ def processed(view, x, index, known, NUM_STOPS: tl.constexpr):
 
 @triton.jit
 def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.constexpr):
-    """Computes the last part of `scaled`, from logits x with biases and penalties: stop ids, temperature, NaN.
+    """Applies the last steps of `scaled` to logits x of ids `index`: stop ids, temperature, NaN.
 
-    If `early`, the NUM_STOPS ids at `stop_ptr` get -inf. `known` masks valid ids.
+    x already contains biases and penalties. If `early` is True, the NUM_STOPS ids at `stop_ptr` get -inf. `known` is
+    False for ids outside the vocabulary.
     """
     if early:
         for stop in range(0, NUM_STOPS):
@@ -365,7 +382,7 @@ def tempered(stop_ptr, early, temperature, x, index, known, NUM_STOPS: tl.conste
 
 @triton.jit
 def _unit(high, low):
-    """Converts 64 random bits, two uint32 words, to fp32 in (0, 1), as `distribution._unit`."""
+    """Converts 64 random bits, given as two uint32 words, to fp32 in (0, 1), as `distribution._unit`."""
     value = high.to(tl.float32) * 2.3283064365386963e-10 + (low.to(tl.float32) + 0.5) * 5.421010862427522e-20
     return tl.minimum(value, 0.999999940395355224609375)
 
@@ -392,9 +409,10 @@ def _exponential(u):
 
 @triton.jit
 def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
-    """Returns the random Exponential(1) times, fp32 [SIZE], of ids start..start+SIZE-1, as `distribution.exponentials`.
+    """Returns a random time, fp32 with distribution Exponential(1), for each of the ids start..start+SIZE-1.
 
-    They depend on seed, position, PURPOSE and id. `start` and SIZE are even.
+    The times [SIZE] are those of `distribution.exponentials`. They depend on seed, position, PURPOSE and id. `start`
+    and SIZE are even.
     """
     pair = start // 2 + tl.arange(0, SIZE // 2)
     low = (position & 0xFFFFFFFF).to(tl.uint32)
@@ -406,7 +424,7 @@ def times(seed, position, PURPOSE: tl.constexpr, start, SIZE: tl.constexpr):
 
 @triton.jit
 def times_of(seed, position, PURPOSE: tl.constexpr, index):
-    """Returns the random times of `times` for the ids `index` int32."""
+    """Returns the random Exponential(1) times of ids `index` int32, the same as `times` for these ids."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zeros = tl.zeros_like(index).to(tl.uint32)
@@ -417,9 +435,9 @@ def times_of(seed, position, PURPOSE: tl.constexpr, index):
 
 @triton.jit
 def uniform(seed, position, PURPOSE: tl.constexpr):
-    """Returns uniform random numbers in (0, 1), fp32 [N], keyed by seed, position int64 [N] and PURPOSE.
+    """Returns uniform random numbers in (0, 1), fp32 [N], as `distribution.uniforms`.
 
-    They are those of `distribution.uniforms`.
+    They depend on seed, position int64 [N] and PURPOSE.
     """
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
@@ -430,10 +448,12 @@ def uniform(seed, position, PURPOSE: tl.constexpr):
 
 @triton.jit
 def winner(weights, time, index):
-    """Samples an id from weights by exponential times: the id with the largest weight / time.
+    """Samples one of the ids `index` with probabilities proportional to `weights`.
 
-    Returns an int64 that holds the id and compares as (weight / time, -id), so that an atomic maximum merges CTAs. 0 if
-    no weight is positive.
+    It selects the id with the largest weight / time.
+    `time` has the ids' random Exponential(1) times. Returns an int64 that contains the id. These results compare as
+    (weight / time, -id), so that an atomic maximum merges the results of CTAs. The result is 0 if no weight is
+    positive.
     """
     speed = tl.where(weights > 0, weights / time, -1.0)
     best = tl.max(speed, axis=0)
@@ -444,7 +464,7 @@ def winner(weights, time, index):
 
 @triton.jit
 def winning_id(packed):
-    """Returns the id that a result of `winner` holds."""
+    """Returns the id that `packed`, a result of `winner`, contains."""
     return 0x7FFFFFFF - ((packed - 1) & 0x7FFFFFFF)
 
 
@@ -452,12 +472,15 @@ def winning_id(packed):
 def kept(key, index, e, threshold, cut, min_p):
     """Returns True for the ids that top-k, top-p and min-p keep.
 
-    An id is kept if its key (`key_of`) is above the threshold, or if it is equal and the id is at most `cut`. Its
-    probability must also be at least min_p times the largest one.
+    An id is kept if its key is above the threshold, or if its key equals the threshold and the id is at most `cut`. Its
+    probability must also be at least min_p times the largest probability.
 
     Args:
-        key, index: keys and ids.
-        e: exp(x - largest logit) of each id.
-        threshold, cut, min_p: see above.
+        key: keys (`key_of`) of the scaled logits.
+        index: ids.
+        e: exp(x - largest) of each id, x its scaled logit.
+        threshold: key of the lowest logit that top-k and top-p keep.
+        cut: last id that is kept among the ids with this key.
+        min_p: smallest probability that is kept, relative to the largest.
     """
     return ((key > threshold) | ((key == threshold) & (index <= cut))) & (key > KEY_LOWEST) & (e >= min_p)

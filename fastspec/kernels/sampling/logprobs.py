@@ -57,7 +57,7 @@ _MAX_TOP = tl.constexpr(MAX_TOP)
 
 @dataclass(frozen=True, slots=True)
 class RecordWork:
-    """Scratch memory for recording log-probabilities; the table at the top of the file has shapes and meaning."""
+    """Scratch memory for recording log-probabilities. The table in the module's docstring describes the tensors."""
 
     arrivals: Tensor
     groups: Tensor
@@ -65,10 +65,10 @@ class RecordWork:
 
 
 class RecordRows(NamedTuple):
-    """Kernel argument: the tensors of `RecordWork`, and the outputs. All None if nothing is recorded.
+    """Kernel argument for recording log-probabilities: the tensors of `RecordWork`, and the outputs.
 
-    Outputs are the fields `top_ids`, `top_logprobs` and `logprobs` of the rows' state, and the ring `details`
-    (publish.py).
+    Outputs are the fields `top_ids`, `top_logprobs` and `logprobs` of the decode state, and the ring buffer `details`
+    (publish.py). All fields are None if nothing is recorded.
     """
 
     arrivals: Any = None
@@ -81,7 +81,14 @@ class RecordRows(NamedTuple):
 
 
 def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> RecordWork:
-    """Allocates scratch memory for recording, for up to `batch` rows, `max_drafts` drafts and `vocab` ids."""
+    """Allocates scratch memory for recording log-probabilities.
+
+    Args:
+        batch: largest number of batch rows.
+        max_drafts: largest number of draft tokens of a row.
+        vocab: size of the vocabulary.
+        device: device of the model.
+    """
     lines = batch * (max_drafts + 1)
     return RecordWork(
         torch.zeros(lines, dtype=torch.int64, device=device),
@@ -97,9 +104,12 @@ def record_work_bytes(batch: int, max_drafts: int, vocab: int) -> int:
 
 @triton.jit
 def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
-    """Stores, for every group of 64 of the logits x [CHUNK], the largest one and the sum of exp(x - largest).
+    """Stores the largest logit and the sum of exp(x - largest) of each group of 64 logits in a chunk x [CHUNK].
 
-    groups_ptr: fp32 [2, groups] of one logits row. `chunk` is the number of the chunk in it.
+    Args:
+        groups_ptr: output of one logits row, fp32 [2, groups].
+        chunk: index of the chunk in the logits row.
+        groups: number of groups in the logits row.
     """
     x = tl.reshape(tl.where(x == x, x, float("inf")), [CHUNK // _WIDTH, _WIDTH])
     largest = tl.max(x, axis=1)
@@ -112,9 +122,10 @@ def _sum_up(x, groups_ptr, chunk, groups, CHUNK: tl.constexpr):
 
 @triton.jit
 def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
-    """Returns (level, log of the sum of exp(x - level)) of the logits x of a row, from its stored groups.
+    """Returns (level, log of the sum of exp(x - level)) over all logits x of a logits row.
 
-    `level` is the largest logit, or 0 if that is not finite. SIZE groups are processed at a time.
+    `level` is the largest logit, or 0 if the largest is not finite. It is computed from what `_sum_up` stored. SIZE
+    groups are processed at a time.
     """
     largest = tl.full([SIZE], -float("inf"), tl.float32)
     for first in tl.range(0, groups, SIZE):
@@ -133,9 +144,9 @@ def _weigh(groups_ptr, groups, SIZE: tl.constexpr):
 
 @triton.jit
 def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
-    """Returns the numbers of the `top` groups with the largest logits, int32 [MAX_TOP]; the lowest first if equal.
+    """Returns the indices of the `top` groups with the largest maxima, int32 [MAX_TOP], in descending order of maxima.
 
-    Further elements are `groups`.
+    Of equal maxima the lowest index comes first. Elements from `top` on are `groups`, the number of groups.
     """
     group = tl.arange(0, GROUPS)
     rank = tl.arange(0, _MAX_TOP)
@@ -152,7 +163,7 @@ def _first_groups(groups_ptr, groups, top, GROUPS: tl.constexpr):
 
 @triton.jit
 def _rank(line_ptr, groups_ptr, top_ids_ptr, top_logprobs_ptr, level, log_mass, groups, vocab, top, GROUPS):
-    """Stores the ids and log-probabilities of the `top` largest logits of a row, in descending order.
+    """Stores the ids and log-probabilities of the `top` largest logits of a logits row, in descending order.
 
     `level` and `log_mass` are the results of `_weigh`.
     """
@@ -183,9 +194,10 @@ def record_line(
     GROUPS: tl.constexpr,
     TOP: tl.constexpr,
 ):
-    """Stores the groups of a chunk of logits x. The last CTA of the logits row adds the groups and ranks the ids.
+    """Stores the largest logit and the mass of each group in a chunk of logits x.
 
-    `top` is the number of most probable ids to record, TOP that for which the state has memory.
+    The CTA of the logits row that finishes last adds the masses, and stores the most probable ids. `top` is the number
+    of these ids. TOP is the number of ids for which the decode state has memory.
     """
     line, place = line.to(tl.int64), place.to(tl.int64) * TOP
     groups = tl.cdiv(vocab, _WIDTH)
@@ -206,9 +218,9 @@ def record_line(
 
 @triton.jit
 def record_block(logits_ptr, logits_stride, levels_ptr, logprobs_ptr, row, block, place, emitted, num_drafts, places):
-    """Stores the log-probabilities of the first `emitted` tokens of a row's `block`, int64 [PLACES].
+    """Stores the log-probabilities of the first `emitted` tokens in a batch row's `block`, int64 [PLACES].
 
-    `place` [PLACES] are their numbers 0, 1, .. `levels_ptr` are `RecordWork.levels`. `places` is K + 1.
+    `place` is arange(PLACES). `levels_ptr` points to `RecordWork.levels`. `places` is K + 1.
     """
     line = row * (num_drafts + 1) + place
     known = place < emitted
@@ -219,7 +231,7 @@ def record_block(logits_ptr, logits_stride, levels_ptr, logprobs_ptr, row, block
 
 
 def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
-    """Builds the kernels' argument `recorded`. All its fields are None if `record` is None."""
+    """Builds the kernel argument `recorded`. All its fields are None if `record` is None."""
     if record is None:
         return RecordRows()
     work, found = record.work, (rows.top_ids, rows.top_logprobs, rows.logprobs)
@@ -227,21 +239,28 @@ def record_rows(record: Record | None, rows: CommitRows) -> RecordRows:
 
 
 def sizes_of(record: Record | None) -> tuple[int, int]:
-    """Returns the kernels' arguments `top` (number of most probable ids) and `details_width` (stride of the ring)."""
+    """Returns the kernel arguments `top` (number of most probable ids) and `details_width` (stride of the ring buffer).
+
+    Both are 0 if `record` is None.
+    """
     if record is None:
         return 0, 0
     return record.top, 0 if record.details is None else record.details.stride(0)
 
 
 def width_of(record: Record | None, rows: CommitRows) -> int:
-    """Returns the constexpr TOP, the number of most probable ids for which the state has memory. 0 without `record`."""
+    """Returns the constexpr TOP, the number of most probable ids for which the decode state has memory.
+
+    It is 0 if `record` is None.
+    """
     return 0 if record is None else rows.top_ids.shape[2]
 
 
 def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[str, Any]:
-    """Returns constexprs and launch options of a kernel that records log-probabilities, or that does not (None).
+    """Returns the constexprs and launch options with which a kernel records log-probabilities.
 
-    With them, all kernels that record round in the same way.
+    With these options, all kernels that record round in the same way. If `record` is None, the constexprs tell the
+    kernel to record nothing.
     """
     if record is None:
         return {"GROUPS": 0, "TOP": width_of(record, rows)}
@@ -250,11 +269,11 @@ def constants_of(record: Record | None, rows: CommitRows, vocab: int) -> dict[st
 
 
 def check_record(record: Record, rows: CommitRows, vocab: int, places: int) -> None:
-    """Checks `record` and the tensors of the state to which log-probabilities are recorded.
+    """Checks `record` and the tensors of the decode state to which log-probabilities are recorded.
 
     Args:
         record: log-probabilities to record.
-        rows: state of the rows.
+        rows: decode state.
         vocab: number of logits of a position.
         places: k + 1.
 

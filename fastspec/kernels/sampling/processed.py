@@ -62,7 +62,7 @@ def _processed_kernel(
 
 
 def processed_logits(logits: Tensor, rows: SampledRows, work: Any) -> Tensor:
-    """Returns the logits [B, k+1, V] from whose softmax rows sample, as `reference.processed_logits`, by kernels.
+    """Returns the logits [B, k+1, V] from whose softmax rows sample, as `reference.processed_logits`.
 
     Raises:
         ValueError: a layout other than in the table above, or the scratch memory is too small.

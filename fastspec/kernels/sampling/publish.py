@@ -40,11 +40,11 @@ DETAILS_BLOCK = 2048
 
 
 class Details(NamedTuple):
-    """Kernel argument: log-probabilities to publish. All None if none are published.
+    """Kernel argument: log-probabilities to publish. All fields are None if no log-probabilities are published.
 
     Attributes:
-        ring: int32 [slots, Bmax, K+1, 1+2N], output.
-        logprobs, top_ids, top_logprobs: fields of the rows' state, see the table at the top of the file.
+        ring: int32 [slots, Bmax, K+1, 1+2N], ring buffer to which they are written.
+        logprobs, top_ids, top_logprobs: fields of the decode state, see the table in the module's docstring.
     """
 
     ring: Any
@@ -69,7 +69,7 @@ def store_entry(
     places,  # K + 1
     drafting,
 ):
-    """Stores the results of all rows to the ring entry of step `sequence`, without its sequence number.
+    """Stores the results of all rows to the ring buffer's entry for step `sequence`, except the sequence number.
 
     Elements are stored in the order of their addresses, because scattered stores reach the host's memory slowly. Only
     one CTA may call it. Its loads bypass L1, because other CTAs may have stored the values in this launch.
@@ -91,7 +91,9 @@ def store_entry(
 
 @triton.jit
 def store_sequence(entries_ptr, counter_ptr, slots, entry_width, sequence):
-    """Stores the sequence number of a ring entry, which tells the host that the entry is complete. Sets the counter.
+    """Stores the sequence number of a ring buffer entry, which tells the host that the entry is complete.
+
+    It also sets the counter of published steps to this number.
 
     The CTA that calls it has stored all other elements of the entry.
     """
@@ -112,9 +114,10 @@ def store_details(
     TOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stores the log-probabilities and most probable ids of all tokens to a slot of the ring, `total` int32 elements.
+    """Stores the log-probabilities and most probable ids of all tokens to a slot of the ring buffer `details`.
 
-    TOP is N, the number of most probable ids. Only one CTA may call it.
+    `total` is the number of int32 elements to store. TOP is N, the number of most probable ids. Only one CTA may call
+    it.
     """
     width: tl.constexpr = 1 + 2 * TOP
     for first in range(0, total, BLOCK):
@@ -217,7 +220,7 @@ def publish(
 
 
 def check_ring(entries: Tensor, rows: CommitRows) -> None:
-    """Checks the ring of results.
+    """Checks the ring buffer to which results are published.
 
     Raises:
         ValueError: an entry has no room for the results of `rows`, or the device cannot write to the ring.
@@ -233,7 +236,7 @@ def check_ring(entries: Tensor, rows: CommitRows) -> None:
 
 
 def check_recorded(rows: CommitRows) -> None:
-    """Checks the tensors of log-probabilities in the state of the rows.
+    """Checks the tensors of log-probabilities in the decode state.
 
     Raises:
         ValueError: a shape, dtype or layout that the kernel would misread.
@@ -245,7 +248,7 @@ def check_recorded(rows: CommitRows) -> None:
 
 
 def check_details(details: Tensor, rows: CommitRows) -> None:
-    """Checks the ring of log-probabilities, `details` of `publish`.
+    """Checks the ring buffer of log-probabilities, the argument `details` of `publish`.
 
     Raises:
         ValueError: the ring does not fit `rows`, or the device cannot write to it.

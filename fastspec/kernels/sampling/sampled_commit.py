@@ -103,7 +103,7 @@ _COUNTERS = tl.constexpr(COUNTERS)
 
 @triton.jit
 def at_place(values, place, index):
-    """Returns values[index] of values [PLACES]. `place` is arange(PLACES)."""
+    """Returns element `index` of the tensor `values` [PLACES]. `place` is arange(PLACES)."""
     return tl.sum(tl.where(place == index, values, 0.0), axis=0)
 
 
@@ -123,11 +123,17 @@ def reported(record_ptr, place, num_places):
 
 @triton.jit
 def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
-    """Returns the ratio of each draft token, its uniform random number, and c at each place, each fp32 [PLACES].
+    """Returns the ratio p/q of each draft token, its uniform random number, and c at each place, each fp32 [PLACES].
 
-    The ratio is min(1, p/q) of the draft token (`verify.accept_probability`), for the rule block p/q without the limit.
-    c at place i is the running product of the first i ratios, limited to 1 after each (`verify.block`). `p` and `q` are
-    the draft tokens' probabilities [PLACES], of which the first `counts` are valid.
+    The ratio is limited to 1 (`verify.accept_probability`), except under the rule block. c at place i is the product of
+    the first i ratios, limited to 1 after each factor (`verify.block`). Under other rules c is 1.
+
+    Args:
+        p, q: probabilities of the draft tokens under the target and under the draft model, [PLACES].
+        place: arange(PLACES).
+        counts: number of valid draft tokens.
+        seed, length: seed and length of the batch row, keys of the random numbers.
+        RULE: rule of verification.
     """
     counted = place < counts
     p, q = tl.where(counted, p, 0.0), tl.where(counted, q, 0.0)
@@ -149,15 +155,16 @@ def _ratios(p, q, place, counts, seed, length, RULE: tl.constexpr):
 
 @triton.jit
 def _leading(flags, place, counts, PLACES: tl.constexpr):
-    """Returns the number of True values before the first False one, among the first `counts` of flags [PLACES]."""
+    """Returns the number of True values before the first False value, among the first `counts` of flags [PLACES]."""
     return tl.min(tl.where(flags & (place < counts), PLACES, place), axis=0)
 
 
 @triton.jit
 def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.constexpr):
-    """Returns the first and the last place where a row may end, and c at each place, fp32 [PLACES].
+    """Returns the first and the last place where a batch row may end, and c at each place, fp32 [PLACES].
 
-    A row ends at the place where the token after its accepted drafts is sampled. For the arguments see `_ratios`.
+    A place is the index of a scored position. A row ends at the place where the token after its accepted draft tokens
+    is sampled. For c and the arguments see `_ratios`.
     """
     ratio, accept_u, carried = _ratios(p, q, place, counts, seed, length, RULE)
     first = counts * 0
@@ -174,9 +181,9 @@ def span(p, q, place, counts, seed, length, RULE: tl.constexpr, PLACES: tl.const
 
 @triton.jit
 def is_shared(num_listed, kinds, place, first, last, MAX_LISTED):
-    """True if one of the places first..last has more listed ids than MAX_LISTED, or an unknown number.
+    """True if one of the places first..last has more listed ids than MAX_LISTED, or an unknown number of listed ids.
 
-    Then all CTAs of the row sample together. `num_listed` and `kinds` are results of `reported`.
+    Then all CTAs of the batch row sample together. `num_listed` and `kinds` are results of `reported`.
     """
     many = ((num_listed < 0) | (num_listed > MAX_LISTED)) & (kinds < GREEDY) & (place >= first) & (place <= last)
     return tl.max(many.to(tl.int32), axis=0) > 0
@@ -184,9 +191,10 @@ def is_shared(num_listed, kinds, place, first, last, MAX_LISTED):
 
 @triton.jit
 def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
-    """Returns the target's distribution, the draft token, and c at place number `at` of a row.
+    """Returns the target's distribution, the draft token, and the factor c at place `at` of a batch row.
 
-    The draft token is -1 if there is none, or if it is not below `vocab`. `carried` has c at all places.
+    The draft token is -1 if there is none, or if it is not in 0 .. vocab - 1. `carried` has c at all places, see
+    `span`.
     """
     draft = tl.load(drafts_ptr + at, mask=at < counts, other=-1)
     draft = tl.where((draft >= 0) & (draft < vocab), draft, -1).to(tl.int32)
@@ -195,9 +203,9 @@ def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
 
 @triton.jit
 def _drafted(p, index, q_ptr, draft):
-    """Returns the probabilities q of ids under the draft's distribution. Undefined where p is not positive.
+    """Returns the probabilities q of ids `index` under the draft model. They are undefined where p is not positive.
 
-    Without q_ptr the proposer is deterministic: q is 1 on the id `draft`.
+    If q_ptr is None, the proposer is deterministic: q is 1 on the id `draft`, else 0.
     """
     q = (index == draft).to(tl.float32)
     if q_ptr is not None:
@@ -207,7 +215,7 @@ def _drafted(p, index, q_ptr, draft):
 
 @triton.jit
 def _excess(p, q, c):
-    """Returns the residual max(c p - q, 0) of each id, not normalised."""
+    """Returns the residual max(c p - q, 0) of each id, without normalisation."""
     return tl.where(c * p > q, c * p - q, 0.0)
 
 
@@ -215,9 +223,9 @@ def _excess(p, q, c):
 def _entry(p, excess, time):
     """Returns an int32 rank of each id; the id with the highest rank is sampled.
 
-    The rank is the bits of weight / time, with the id's random exponential time. The weight is the residual `excess`,
-    or p where that is zero. Ranks by the residual are not negative, ranks by p are. So ranks by p matter only if the
-    residual of all ids is zero. An id without probability has the lowest rank, NO_RANK.
+    The rank is the bits of weight / time, with the id's random Exponential(1) time. The weight is the residual
+    `excess`, or p if the residual is zero. Ranks from the residual are not negative; ranks from p are negative. So
+    ranks from p matter only if the residual of all ids is zero. An id with p = 0 has the lowest rank, NO_RANK.
     """
     weights = tl.where(excess > 0, excess, p)
     bits = tl.where(weights > 0, weights / time, 0.0).to(tl.int32, bitcast=True)
@@ -226,9 +234,9 @@ def _entry(p, excess, time):
 
 @triton.jit
 def _merge(rank, index, share, counters_ptr, RULE: tl.constexpr):
-    """Merges the highest of some ids' ranks into the counters of a place. Under the rule block, adds `share` to them.
+    """Merges the highest rank among the ids `index` into the counters of a place, together with its id.
 
-    `share` is the ids' residual in fixed point.
+    Under the rule block it also adds `share`, the residual of the ids in fixed point, to the counter RESIDUAL.
     """
     best = tl.max(rank, axis=0)
     first = tl.min(tl.where(rank == best, index, 0x7FFFFFFF), axis=0)
@@ -260,18 +268,19 @@ def sample_dense(
     CHUNK,
     STOPS,
 ):
-    """Samples among the ids of this CTA's chunks at one place, and sums their residual, into the place's counters.
+    """Samples among the ids of this CTA's chunks at one place, and sums their residual.
 
-    It keeps the best of every 4 ids and compares all of these at the end, so no chunk waits for a reduction. Sums of 4
-    ids are added as integers, so the split into chunks does not matter.
+    The results are merged into the counters of the place. The loop keeps the best of every 4 ids, and compares these at
+    the end, so no chunk waits for a reduction. Sums of 4 ids are added as integers, so the split into chunks does not
+    change a bit.
 
     Args:
         q_ptr, draft: see `_drafted`.
-        dist: distribution of the place, not greedy.
+        dist: `LineDistribution` of the place, not greedy.
         view: `View` of the place.
         tops_ptr: largest scaled logit of each of the `groups` groups of ids.
         counters_ptr: counters of the place.
-        c: factor of p in the residual.
+        c: factor of p in the residual max(c p - q, 0).
         beyond: True if the place has a draft token and the rule has a residual.
         seed, position: keys of the random numbers.
         begin: this CTA's first chunk.
@@ -308,7 +317,10 @@ def sample_dense(
 
 @triton.jit
 def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constexpr):
-    """Loads keys and ids, int32 [SIZE] each, from index `start` of a place's list. Undefined from index `end` on."""
+    """Loads the keys and the ids of SIZE listed ids of a place from index `start` on, each int32 [SIZE].
+
+    They are undefined from index `end` on.
+    """
     slot = start + tl.arange(0, SIZE)
     there = slot < end
     return tl.load(found_ptr + slot, mask=there, other=0), tl.load(found_ptr + MAX_FOUND + slot, mask=there, other=0)
@@ -318,9 +330,10 @@ def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constex
 def sample_listed(
     q_ptr, dist, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MAX_FOUND, SIZE
 ):
-    """Samples as `sample_dense` at one place, all of whose kept ids are listed, in one CTA.
+    """Samples at one place whose kept ids are all listed at `found_ptr`, in one CTA.
 
-    `few` is the result of `listed_from` for the first SIZE ids, `number` the number of listed ids.
+    `few` is the result of `listed_from` for the first SIZE ids. `number` is the number of listed ids. For the results
+    and the other arguments see `sample_dense`.
     """
     key, index = few
     best = tl.zeros([SIZE], tl.int32) + NO_RANK
@@ -344,10 +357,11 @@ def sample_listed(
 
 @triton.jit
 def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
-    """Returns the number of accepted draft tokens and the block of tokens, int64 [PLACES], of a running row.
+    """Returns the number of accepted draft tokens of a batch row, and its block of tokens, int64 [PLACES].
 
-    All CTAs of the row have sampled. The block has the accepted draft tokens and the token after them. `ends` is the
-    result of `span`. `counts` is the number of the row's draft tokens before its first position with invalid logits.
+    It runs after all CTAs of the row have sampled. The block has the accepted draft tokens, then the token sampled
+    after them. `ends` is the result of `span`. `counts` is the number of the row's draft tokens before its first
+    position with invalid logits.
     """
     valid = place <= counts
     kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=valid, other=0)
@@ -398,7 +412,10 @@ class EndWork(NamedTuple):
 
 
 def end_chunk() -> int:
-    """Returns the number of ids per CTA in the last launch: fewer than before, as sampling needs more registers."""
+    """Returns the number of ids per CTA in the third launch.
+
+    It is smaller than in the first launch, because sampling needs more registers.
+    """
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
@@ -554,7 +571,7 @@ def sampled_commit(
     draws: Draws | None,
     record: Record | None = None,
 ) -> None:
-    """Verifies the draft tokens of a sampled step and commits it, as `reference.sampled_commit`, in three launches.
+    """Verifies draft tokens by sampling and commits the decode step, as `reference.sampled_commit`, in three launches.
 
     Args:
         logits, rows, scratch, work, publish_to, rule, deterministic, record: see `reference.sampled_commit`.

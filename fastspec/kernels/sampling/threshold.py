@@ -1,9 +1,9 @@
 """Finds the threshold of top-k and top-p of one logits row among the candidates of bounds.py.
 
-If the threshold is not among the candidates, all ids of the row are read. Up to RANKED candidates are all compared with
-each other. More candidates, and whole logits rows, are searched in one loop. Each iteration reads the ids once and
-tests several pivots. The loop has one read for all cases: less code is fetched, which is faster than a loop for each
-case.
+If the threshold is not among the candidates, all ids of the logits row are read. Up to RANKED candidates are all
+compared with each other. More candidates, and whole logits rows, are searched in one loop. Each iteration reads the ids
+once and tests several possible thresholds (pivots). One loop serves all cases: less code is fetched, which is faster
+than a loop for each case.
 
 The *mass* of an id is exp(x - largest logit), x its scaled logit. A *key* (`key_of`) is an int32 that orders as the
 logit. All sums are integers (masses are in fixed point, see `UNIT`). So the order of candidates does not change a sum.
@@ -55,15 +55,16 @@ def fixed(mass):
 
 @triton.jit
 def mass_of(key, largest):
-    """Returns the mass exp(x - largest) of the logit x with a key, in int64 fixed point."""
+    """Returns the mass exp(x - largest) of the logit x whose key (`key_of`) is `key`, in int64 fixed point."""
     return fixed(tl.exp(value_of(key) - largest))
 
 
 @triton.jit
 def taken_of_equals(mass, above, budget):
-    """Returns how many of several ids with equal logits top-p keeps.
+    """Returns the number of ids that top-p keeps among several ids with equal logits.
 
-    They are kept one after the other, while the mass of the ids before is below `budget`. All masses are fixed point.
+    They are kept one after the other, while the mass of all ids before them is below `budget`. All masses are in fixed
+    point.
 
     Args:
         mass: mass of each of these ids.
@@ -83,10 +84,10 @@ def budget_of(total, top_p):
 
 @triton.jit
 def _ranks(found_ptr, keys, largest, count, SIZE: tl.constexpr):
-    """Compares each of keys [SIZE] with all candidates.
+    """Compares each of the keys `keys` [SIZE] with the keys of all candidates.
 
-    Returns, for each key, the number of candidates with keys >= it, the number of those > it, and the mass of the
-    latter in fixed point.
+    Returns three tensors [SIZE] for these keys. The first has the number of candidates with equal or larger keys. The
+    second has the number of candidates with larger keys, the third their mass in fixed point.
     """
     reach = tl.zeros([OTHERS, SIZE], tl.int32)
     above = tl.zeros([OTHERS, SIZE], tl.int64)
@@ -140,8 +141,9 @@ def rank_candidates(
     MAX_FOUND: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Returns (key, cut, fixed-point normaliser, valid) of a logits row with up to SIZE candidates.
+    """Finds the threshold of a logits row with up to SIZE candidates.
 
+    Returns (key, cut, fixed-point normaliser, valid).
     `valid` is 0 if the threshold is not among the candidates; then the other results have no meaning.
     """
     slot = tl.arange(0, SIZE)
@@ -193,7 +195,7 @@ def rank_candidates(
 
 @triton.jit
 def _id_of_rank(ids, equal, rank, vocab):
-    """Returns the id that is number `rank`, in ascending order, among the elements of `ids` where `equal` is True."""
+    """Returns the rank-th lowest id, counted from 1, among the elements of `ids` where `equal` is True."""
     low, high = vocab * 0, vocab - 1
     while low < high:
         middle = (low + high) // 2
@@ -207,10 +209,11 @@ def _id_of_rank(ids, equal, rank, vocab):
 def _weigh(
     source, found_ptr, whole, count, pivots, cuts, largest, least, by_mass, MAX_FOUND, SIZE: tl.constexpr, STOPS
 ):
-    """Returns, for each pair of pivot and cut, the number of ids that `kept` keeps with them, int64 [PIVOTS].
+    """Returns the number of ids that `kept` keeps with each pair of threshold and cut, int64 [PIVOTS].
 
-    If `by_mass`, it returns their mass in fixed point instead. Ids with a mass below `least` do not count. If `whole`,
-    the first `count` ids of the logits row are read, else the first `count` candidates.
+    The thresholds are in `pivots`, the cuts in `cuts`. If `by_mass` is True, it returns the fixed-point mass of these
+    ids instead of their number. Ids with a mass below `least` do not count. If `whole` is True, the first `count` ids
+    of the logits row are read, else the first `count` candidates.
     """
     sums = tl.zeros([_PIVOTS, SIZE], tl.int64)
     for start in tl.range(0, count, SIZE, disable_licm=True):
@@ -248,11 +251,11 @@ def search(
     SIZE: tl.constexpr,
     STOPS: tl.constexpr,
 ):
-    """Returns (key, cut, fixed-point normaliser) of a logits row with any number of candidates.
+    """Finds the threshold of a logits row with any number of candidates.
 
-    If the threshold is not among the candidates, it reads the whole logits row. A threshold is the largest key with
-    enough ids at or above it, by their number or their mass. Each iteration answers one question, in this order
-    (`asked`):
+    Returns (key, cut, fixed-point normaliser). If the threshold is not among the candidates, it reads the whole logits
+    row. A threshold is the largest key such that enough ids, by number or by mass, have this or a larger key. Each
+    iteration answers one question (`asked`), in this order:
 
         ASK_COUNT   how many ids there are       FIND_KTH    the k-th largest key
         ASK_TOTAL   the mass at or above it      FIND_EDGE   the threshold of top-p

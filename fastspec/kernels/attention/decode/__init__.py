@@ -1,1 +1,1 @@
-"""Attention kernels of decoding: a portable one for every GPU, and others for tensor cores and for TMA."""
+"""Attention kernels of decode passes: a portable kernel for every GPU, and kernels for tensor cores and for TMA."""

@@ -1,13 +1,16 @@
-"""Combines the partial results of a row's splits: in the CTA that finishes last, or in a launch of its own.
+"""Combines the partial results of splits: in the CTA that finishes last, or in a launch of its own.
 
-| function         | called by                                                | combines                        |
-|------------------|----------------------------------------------------------|---------------------------------|
-| `join`           | mma_batch.py, by a CTA that has all splits of a tile     | splits, in shared memory        |
-| `combine_splits` | mma.py and mma_batch.py, by the CTA that finishes last   | the stored splits of a tile     |
-| `gather_kernel`  | after `shares_kernel` of tma_sm90.py, a CTA for each row | the stored splits of a row      |
+A split is a range of a row's keys (plan.py). A tile is a block of query rows. A query row is a pair of token and query
+head of one KV head.
 
-The partial result of a split is (mean, weight). mean is the attention output over the split's keys: the average of
-their values. weight is their log-sum-exp in base 2: log2 of the sum of 2^score.
+| function         | called by                                              | combines partial results of            |
+|------------------|--------------------------------------------------------|----------------------------------------|
+| `join`           | a CTA of mma_batch.py that has all splits of a tile    | splits of a tile, in shared memory     |
+| `combine_splits` | the CTA of mma.py or mma_batch.py that finishes last   | splits of a tile, in global memory     |
+| `gather_kernel`  | the host, after `shares_kernel` of tma_sm90.py         | splits of a query row, in global memory |
+
+The partial result of a split is (mean, weight). mean is the attention output over the split's keys: the weighted
+average of their values. weight is their log-sum-exp in base 2: log2 of the sum of 2^score.
 
     weight = log2(2^weight_1 + 2^weight_2 + ...),   mean = (2^weight_1 mean_1 + 2^weight_2 mean_2 + ...) / 2^weight
 """
@@ -48,8 +51,8 @@ MAX_SUMS_IN_FLIGHT = gl.constexpr(8)
 def joined(top, total, out, weight, mean):
     """Adds the partial result (mean [R, D], weight [R]) of one more split to the state of an online softmax.
 
-    The state is (top [R], total [R], out [R, D]): the largest weight, the sum of 2^(weight - top), and the sum of means
-    with these factors. A split without keys for a row has weight = -inf and does not change the row's bits.
+    The state is (top [R], total [R], out [R, D]): the largest weight, the sum of 2^(weight - top), and the sum of
+    mean * 2^(weight - top). A split without keys for a row has weight = -inf and does not change the row's bits.
     """
     new_top = gl.maximum(top, weight)
     fade, share = gl.exp2(top - shift_of(new_top)), gl.exp2(weight - shift_of(new_top))
@@ -59,7 +62,7 @@ def joined(top, total, out, weight, mean):
 
 @gluon.constexpr_function
 def _row_layout(D, WARPS):
-    """Returns the layout of rows [R, D]: a warp has 128 / D rows, and a lane 4 neighbouring values of a row."""
+    """Returns the register layout of query rows [R, D]: 128 / D rows in a warp, 4 neighbouring values in a lane."""
     return gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
 
 
@@ -83,10 +86,10 @@ def _combine(
     WARPS: gl.constexpr,
     AT_ONCE: gl.constexpr,
 ):
-    """Combines the stored splits first .. last of a tile in ascending order, and writes the tile's output.
+    """Combines the stored partial results of splits first .. last of a query tile, and writes the attention output.
 
-    A tile has G groups of 8 query rows. AT_ONCE partial results of each row are loaded before the first is used. Loads
-    bypass L1, because it may hold old contents of this memory.
+    The order of the splits is ascending. A tile has G groups of 8 query rows. AT_ONCE partial results of each row are
+    loaded before the first is used. Loads bypass L1, because it may hold old contents of this memory.
     """
     layout: gl.constexpr = _row_layout(D, WARPS)
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -123,9 +126,9 @@ def _combine(
 
 @gluon.jit
 def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
-    """Allocates shared memory for the state (top, total, out) of `joined` for R rows, without any split yet.
+    """Allocates the state (top, total, out) of `joined` for R query rows in shared memory.
 
-    `join` adds splits. For REGROUP see `merge_parts`.
+    The state is that of no splits; `join` adds splits. For REGROUP see `merge_parts`.
     """
     layout: gl.constexpr = merged_layout(gl.num_warps(), R, D, REGROUP)
     row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -138,10 +141,10 @@ def softmax_memory(R: gl.constexpr, D: gl.constexpr, REGROUP: gl.constexpr):
 
 @gluon.jit
 def join(memory, splits):
-    """Adds splits to the state of an online softmax in shared memory.
+    """Adds the partial results of splits to the state of an online softmax in shared memory.
 
-    `memory` is the result of `softmax_memory`, `splits` that of `merge_parts`. Returns (mean [R, D], weight [R]) of all
-    splits added until now.
+    `memory` is the result of `softmax_memory`, `splits` the result of `merge_parts`. Returns (mean [R, D], weight [R])
+    of all splits added until now.
     """
     layout: gl.constexpr = splits[0][0].type.layout
     row: gl.constexpr = gl.SliceLayout(1, layout)
@@ -175,9 +178,10 @@ def combine_splits(
     G: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Combines the stored splits first .. last of a tile and writes its output, in the CTA that finishes last.
+    """Combines the stored partial results of splits first .. last of a query tile, and writes the attention output.
 
-    All CTAs of the tile call it after they have stored their splits. A counter tells which of them is the last.
+    All CTAs of the tile call it after they have stored their partial results. Only the CTA that finishes last combines.
+    The counter at `count_ptr` tells which CTA this is.
     """
     thread_barrier()  # threads read the stores of other threads below, and one thread increments the counter for all
     if gl.atomic_add(count_ptr, mine, sem="acq_rel") + mine <= last - first:
@@ -204,9 +208,9 @@ SPLITS_PER_WARP = gl.constexpr(8)
 def _left(
     mean_ptr, weight_ptr, begin, first, last, row, rows, D: gl.constexpr, WARPS: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """Loads the partial results of a row for WARPS * SPLITS_PER_WARP splits, starting at split `begin`.
+    """Loads the partial results of a query row for WARPS * SPLITS_PER_WARP splits, starting at split `begin`.
 
-    Splits outside first .. last get weight -inf.
+    Splits outside first .. last get weight -inf and mean 0.
 
     Returns:
         mean [WARPS, SPLITS_PER_WARP, D] and weight [WARPS, SPLITS_PER_WARP, 1].
@@ -222,7 +226,10 @@ def _left(
 
 @gluon.jit
 def _taken(top, total, out, means, weights):
-    """Adds partial results, as `_left` returns them, to the state (top, total, out) of each warp; see `joined`."""
+    """Adds partial results of splits to the online softmax of each warp, and returns its new state.
+
+    `means` and `weights` are results of `_left`. For the state (top, total, out) see `joined`.
+    """
     new_top = gl.maximum(top, gl.max(weights, axis=1))
     shift = shift_of(new_top)
     weights = gl.exp2(weights - gl.expand_dims(shift, 1))
@@ -232,7 +239,10 @@ def _taken(top, total, out, means, weights):
 
 @gluon.jit
 def _average(top, total, out):
-    """Combines the states of all warps in order. Returns mean [D] and weight [1] of their splits."""
+    """Combines the online softmaxes of all warps in order. Returns mean [D] and weight [1] of all their splits.
+
+    For the state (top, total, out) of a softmax see `joined`.
+    """
     WARPS: gl.constexpr = out.shape[0]
     all_top = gl.max(top, axis=0)
     fade = gl.exp2(top - gl.expand_dims(shift_of(all_top), 0))
@@ -261,14 +271,16 @@ def gather_kernel(
     TILE: gl.constexpr,  # query rows of a tile of shares_kernel
     PDL: gl.constexpr,
 ):
-    """Combines the splits of a late row: CTA i has query row i of B * Hkv * Q * GROUP.
+    """Combines the partial results of a query row at a position >= LATE_FROM, and writes its attention output.
+
+    CTA i has query row i of B * Hkv * Q * GROUP. Its warps take turns:
 
         split    0 .. 7   8 .. 15   16 .. 23   24 .. 31   32 .. 39   ...     with WARPS = 4, SPLITS_PER_WARP = 8
         warp     0        1         2          3          0          ...
 
-    Splits are counted from position 0. A split without keys for a row changes no bit. The kernel mostly waits for
-    memory, so a warp loads its next splits before it adds the previous ones. Each partial result is loaded by one warp
-    only. For partial_ptr see `WorkArea.partials`.
+    Split 0 begins at position 0. A split without keys for a row does not change the row's bits. The kernel mostly waits
+    for memory. So a warp loads its next partial results before it adds the previous ones. Only one warp loads each
+    partial result. For partial_ptr see `WorkArea.partials`.
     """
     WARPS: gl.constexpr = GATHER_WARPS
     AT_ONCE: gl.constexpr = WARPS * SPLITS_PER_WARP

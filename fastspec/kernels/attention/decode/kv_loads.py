@@ -1,7 +1,7 @@
-"""Numbers of the splits of late rows (plan.py), and loads of K and V as 32-bit words for mma_batch.py.
+"""Loads of K and V as 32-bit words for mma_batch.py, and the conversion of positions to indices of splits.
 
-The loop of mma_batch.py keeps K and V as int32 words between iterations. As 16-bit values, the compiler would unpack
-each into a register of its own.
+The loop of mma_batch.py keeps K and V in registers between iterations, as int32 words of two or four values. The
+compiler would unpack each 16-bit value into a register of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fastspec.kernels.attention.decode.mma_tiles import KEYS, _along, key_layout
 
 @gluon.jit
 def split_of(position, SPLIT_SIZES: gl.constexpr):
-    """Returns the number of the split that contains a position. SPLIT_SIZES is the result of `plan.split_sizes`."""
+    """Returns the index of the split that contains a position. SPLIT_SIZES is the result of `plan.split_sizes`."""
     split = position // SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         beyond = SPLIT_SIZES[i][2] + (position - SPLIT_SIZES[i][0]) // SPLIT_SIZES[i][1]
@@ -24,7 +24,7 @@ def split_of(position, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def start_of(split, SPLIT_SIZES: gl.constexpr):
-    """Returns the first position of split number `split`. For SPLIT_SIZES see `split_of`."""
+    """Returns the first position of the split with index `split`. SPLIT_SIZES is the result of `plan.split_sizes`."""
     start = split * SPLIT_SIZES[0][1]
     for i in gl.static_range(1, len(SPLIT_SIZES)):
         start = gl.where(
@@ -35,15 +35,15 @@ def start_of(split, SPLIT_SIZES: gl.constexpr):
 
 @gluon.jit
 def words_of(pointer):
-    """Casts a pointer to the cache to an int32 pointer, so that values are loaded and kept as packed words."""
+    """Casts a pointer to the KV cache to an int32 pointer, so that values are loaded and kept as packed words."""
     return pointer.to(gl.pointer_type(gl.int32), bitcast=True)
 
 
 @gluon.jit
 def halves(words, DTYPE: gl.constexpr):
-    """Unpacks int32 words [A, B, C] to 16-bit values [A, B, C, 2] of DTYPE.
+    """Unpacks int32 words [A, B, C] of two values to 16-bit values [A, B, C, 2] of DTYPE.
 
-    In the interpreter DTYPE may be fp32; the result is then [A, B, C, 1].
+    In the interpreter DTYPE may be fp32. A word is then one value, and the result is [A, B, C, 1].
     """
     if DTYPE.primitive_bitwidth == 32:
         return gl.expand_dims(words.to(DTYPE, bitcast=True), 3)
@@ -54,11 +54,11 @@ def halves(words, DTYPE: gl.constexpr):
 
 @gluon.constexpr_function
 def _widening(DTYPE, TO, OF, CONTROL):
-    """Returns PTX that converts two of the four e4m3 numbers of register OF to a pair of DTYPE in register TO.
+    """Returns PTX that converts two of the four e4m3 numbers in register OF to two DTYPE numbers in register TO.
 
-    `prmt` moves the two bytes that CONTROL selects, with their signs. If the bits of an e4m3 number are shifted to the
-    exponent field of the other format, they are that number times 2^-120 (fp16: 2^-8). The multiplication corrects
-    this.
+    `prmt` moves the two bytes that CONTROL selects, with their signs. The bits of an e4m3 number are then shifted to
+    the exponent field of DTYPE. Read as DTYPE, they are the number times 2^-120 (bf16) or 2^-8 (fp16). A multiplication
+    corrects this.
 
         e4m3   s eeee mmm
         bf16   s 0000eeee mmm0000     fp16   s 0eeee mmm0000000
@@ -75,7 +75,7 @@ def _widening(DTYPE, TO, OF, CONTROL):
 
 @gluon.constexpr_function
 def widening_of_four(DTYPE):
-    """Returns PTX that converts a word of four e4m3 numbers ($2) to two words of two values ($0, $1) of DTYPE."""
+    """Returns PTX that converts a 32-bit word of four e4m3 numbers ($2) to two words ($0, $1) of two DTYPE numbers."""
     return _widening(DTYPE, "$0", "$2", "0x9180") + " " + _widening(DTYPE, "$1", "$2", "0xB3A2")
 
 
@@ -88,9 +88,9 @@ def _two_of_four(words, DTYPE: gl.constexpr, CONTROL: gl.constexpr):
 
 @gluon.jit
 def widened(words, DTYPE: gl.constexpr):
-    """Converts words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two values of DTYPE, exactly.
+    """Converts 32-bit words [A, B, C] of four e4m3 numbers to words [A, B, 2 C] of two DTYPE numbers.
 
-    NaN becomes +-480.
+    The conversion is exact, except that NaN becomes +-480.
     """
     two = gl.join(_two_of_four(words, DTYPE, "0x9180"), _two_of_four(words, DTYPE, "0xB3A2"))
     return gl.reshape(two, [words.shape[0], words.shape[1], 2 * words.shape[2]])
@@ -98,13 +98,16 @@ def widened(words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _byte(words, PLACE: gl.constexpr, CACHED: gl.constexpr):
-    """Returns e4m3 number PLACE (0..3) of each word as fp32. CACHED is the e4m3 dtype. For the interpreter only."""
+    """Converts byte number PLACE (0..3) of each 32-bit word from e4m3 to fp32. Only the interpreter uses it.
+
+    CACHED is the e4m3 dtype.
+    """
     return ((words >> (8 * PLACE)) & 255).to(gl.uint8).to(CACHED, bitcast=True).to(gl.float32)
 
 
 @gluon.jit
 def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr):
-    """Unpacks int32 words of K or V, whose values have the dtype CACHED, to values [S, KEYS, N] of DTYPE."""
+    """Unpacks int32 words of K or V to values [S, KEYS, N] of DTYPE. CACHED is the dtype of the packed values."""
     if CACHED.primitive_bitwidth == 8:
         if DTYPE.primitive_bitwidth == 32:
             even = gl.join(_byte(words, 0, CACHED), _byte(words, 2, CACHED))
@@ -118,9 +121,9 @@ def values_of(words, N: gl.constexpr, DTYPE: gl.constexpr, CACHED: gl.constexpr)
 
 @gluon.jit
 def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
-    """Loads the page numbers, int32, of the keys at positions first + s * KEYS + key.
+    """Loads the numbers of the cache pages, int32, of the keys at positions first + s * KEYS + key.
 
-    `s` and `key` broadcast against each other. `cache` has one row of the block table. If PAGE_SIZE is a multiple of
+    `s` and `key` broadcast against each other. `cache` is a result of `cache_of_row`. If PAGE_SIZE is a multiple of
     KEYS, all keys of one s are in one page, and the result does not depend on `key`.
     """
     at = first + s * KEYS
@@ -133,9 +136,10 @@ def page_of(cache, first, s, key, PAGE_SIZE: gl.constexpr):
 
 @gluon.jit
 def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Returns two offsets in the cache, in words, whose sum is that of each key: int64, and int32 within a page.
+    """Returns two offsets in 32-bit words. Their sum is the offset of each key's head in the cache.
 
-    `page` is the result of `page_of` for the same first, s and key. WORDS is the number of words of one head.
+    The first offset is int64. The second is int32, an offset within a page. `page` is the result of `page_of` for the
+    same first, s and key. WORDS is the number of words of one head.
     """
     if PAGE_SIZE % KEYS != 0:
         within = (first + s * KEYS + key) % PAGE_SIZE
@@ -149,7 +153,7 @@ def _slot(page, first, s, key, kv_head, WORDS: gl.constexpr, KV_HEADS: gl.conste
 def key_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the page numbers of S * KEYS keys from position `first` on, as `load_keys` reads them."""
+    """Loads the cache page numbers of S * KEYS keys from position `first` on, in the layout for `load_keys`."""
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -158,7 +162,7 @@ def key_pages(
 def value_pages(
     cache, first, WORDS: gl.constexpr, PAGE_SIZE: gl.constexpr, S: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Loads the page numbers of S * KEYS keys from position `first` on, as `load_values` reads them."""
+    """Loads the cache page numbers of S * KEYS keys from position `first` on, in the layout for `load_values`."""
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     return page_of(cache, first, _along(S, 0, layout), _along(KEYS, 1, layout), PAGE_SIZE)
 
@@ -178,19 +182,21 @@ def load_keys(
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Loads S * KEYS keys of a head from position `first` on, as words of both halves of the head.
+    """Loads S * KEYS keys of a KV head from position `first` on, as 32-bit words.
 
-    Keys outside low .. high - 1 are not loaded. Cache slots from position `high` on may hold NaN, which must not enter
-    a product.
+    Keys outside positions low .. high - 1 are not loaded. Cache slots from position `high` on may hold NaN, which must
+    not enter a product.
 
     Args:
         words_ptr: the cache of K as int32 words.
         page: result of `key_pages`.
         first: position of the first key.
-        kv_head: KV head.
+        kv_head: index of the KV head.
+        low, high: bounds of the positions to load.
+        old: an earlier result, which has the keys outside these bounds. None: they are 0.
 
     Returns:
-        Two tensors int32 [S, KEYS, WORDS / 2].
+        The first and the second half of the head, each int32 [S, KEYS, WORDS / 2].
     """
     layout: gl.constexpr = key_layout(gl.num_warps(), S, WORDS // 2, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)
@@ -220,9 +226,9 @@ def load_values(
     S: gl.constexpr,
     D: gl.constexpr,
 ):
-    """Loads the values of S * KEYS keys as words [S, KEYS, WORDS]. `page` is the result of `value_pages`.
+    """Loads V for S * KEYS keys of a KV head as int32 words [S, KEYS, WORDS].
 
-    For the other arguments see `load_keys`.
+    `page` is the result of `value_pages`. For the other arguments see `load_keys`.
     """
     layout: gl.constexpr = value_layout(gl.num_warps(), S, WORDS, 8 * WORDS // D)
     s, key = _along(S, 0, layout), _along(KEYS, 1, layout)

@@ -1,4 +1,4 @@
-"""Launches the decode attention kernels with the plans of plan.py."""
+"""Launches the attention kernels of decode passes, with the grids and tile sizes that plan.py computes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from fastspec.shapes import AttentionRule
 
 @dataclass(frozen=True, slots=True)
 class DecodingPass:
-    """Arguments of the attention of one layer in a decode pass, which all its launches get.
+    """Arguments that all attention launches of one layer in a decode pass get.
 
     Attributes:
         tokens: the new tokens; only read.
-        cache: the layer's KV cache; K and V of new tokens are written, and all are read.
+        cache: the layer's KV cache. The launches write K and V of the new tokens, and read K and V of all positions.
         out: [B, Q, H * D], output.
         work: scratch memory for partial results. With more than one split, `partials` needs
             B * Q * H * splits * (D + 1) elements.
         pdl: True if the kernels use programmatic dependent launch.
         rule, sinks: arguments of `reference.attend`.
-        scales: scales of an 8-bit cache.
+        scales: scales of an 8-bit cache. None: the cache has 16 or 32 bits.
     """
 
     tokens: NewTokens
@@ -49,7 +49,7 @@ class DecodingPass:
 
     @property
     def num_queries(self) -> int:
-        """Number of new tokens of each row, Q."""
+        """Number of new tokens of each batch row, Q."""
         return int(self.tokens.positions.shape[1])
 
     @property
@@ -60,12 +60,12 @@ class DecodingPass:
 
     @property
     def narrow(self) -> bool:
-        """True if K and V have 8 bits."""
+        """True if the cache stores K and V in 8 bits."""
         return bool(self.cache.k.dtype.itemsize == 1)
 
     @property
     def sizes(self) -> Pass:
-        """Sizes of the pass on which launch plans depend."""
+        """Sizes of the decode pass on which launch plans depend."""
         kv_heads, dim = self.cache.k.shape[2:]
         return Pass(self.num_queries * self.group, len(self.tokens.positions) * kv_heads, dim)
 
@@ -91,19 +91,26 @@ def _start(kernel: Any, planned: LaunchPlan, call: DecodingPass, *arguments: Any
 
 
 def start_tiles(call: DecodingPass, planned: LaunchPlan, split_keys: int) -> None:
-    """Launches `_decode_kernel`. `planned` is the result of `plan.tiles_plan`, `split_keys` the keys of a split."""
+    """Launches the portable kernel `_decode_kernel`.
+
+    Args:
+        call: arguments of the pass.
+        planned: result of `plan.tiles_plan`.
+        split_keys: number of keys in a split.
+    """
     counts = (split_keys, call.num_queries, call.sizes.pairs)
     arguments = (call.tokens, call.cache, call.out, call.work, *counts, call.scoring)
     _start(_decode_kernel, planned, call, *arguments, PAGE_SIZE=call.cache.k.shape[1])
 
 
 def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
-    """Launches `fragment_kernel` or `batch_kernel` for early rows (plan.py).
+    """Launches `fragment_kernel` or `batch_kernel` for early rows, which are at positions below `plan.LATE_FROM`.
 
     Args:
         call: arguments of the pass.
         splits: number of splits of the longest early row. The output of rows with more splits is undefined.
-        regroup: True to write `call.out` regrouped as packing.py describes, for the TMA pipeline of the next product.
+        regroup: True to write `call.out` with the column order that packing.py describes, for the TMA pipeline of the
+            next matrix product.
     """
     planned = plan.early_plan(gpu_of(call.out.device), call.sizes, splits, call.narrow)
     kernel = batch_kernel if planned.kernel == "batch_kernel" else fragment_kernel
@@ -112,7 +119,9 @@ def start_early(call: DecodingPass, splits: int, regroup: bool) -> None:
 
 
 def start_late(call: DecodingPass, splits: int) -> None:
-    """Launches `shares_kernel` for late rows (plan.py), then `gather_kernel` if there is more than one split.
+    """Launches `shares_kernel` for late rows, which are at positions from `plan.LATE_FROM` on.
+
+    With more than one split, it then launches `gather_kernel`.
 
     Args:
         call: arguments of the pass.

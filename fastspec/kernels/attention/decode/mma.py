@@ -1,11 +1,12 @@
-"""Decode kernel for early rows (below plan.LATE_FROM), 16-bit caches and head sizes 64 and 128; operands in registers.
+"""Decode attention for positions below plan.LATE_FROM, 16-bit caches and head sizes 64 and 128; operands in registers.
 
     scores [ROWS, KEYS] = q [ROWS, D] K^T [D, KEYS];   out [ROWS, D] += weights [ROWS, KEYS] V [KEYS, D]
 
 K and V are loaded from the cache directly into the registers of tensor-core operands, without shared memory. A lane
 loads 16 contiguous bytes, which are its operand elements of two products. mma_tiles.py describes this order. A split
-has S parts of KEYS keys. Each part has a warp, or two, and an online softmax of its own; the results are added in
-order. Products have ROWS query rows. Rows after the tile's last query row are padding and change no bit of another row.
+has S parts of KEYS keys. One or two warps compute each part, with an online softmax of its own. The results of the
+parts are combined in order. Each product has ROWS query rows. Rows after the tile's last query row are padding. They do
+not change the bits of other rows.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -70,9 +71,10 @@ def fragment_kernel(
     REGROUP: gl.constexpr,  # True: out is in the order in which the next product's TMA pipeline reads it
     PDL: gl.constexpr,
 ):
-    """Computes the attention of one tile of query rows over one split, in CTA (tile, split).
+    """Computes the attention of one tile of query rows over one split of the keys, in CTA (tile, split).
 
-    It also stores new K and V in its split. For the arguments see `_decode_kernel` of portable.py.
+    It also stores K and V of the new tokens whose positions are in its split. For the arguments see `_decode_kernel` of
+    portable.py.
     """
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS

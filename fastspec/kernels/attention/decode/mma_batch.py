@@ -1,4 +1,4 @@
-"""Decode kernel for early rows with many splits. Computes the same as mma.py, with several splits per CTA.
+"""Decode attention for positions below plan.LATE_FROM, if there are many splits: mma.py with several splits per CTA.
 
 If there are more splits than CTAs run at a time, one CTA per split would spend most instructions on queries, positions
 and addresses. So a CTA takes a range of neighbouring splits of its tile:
@@ -6,10 +6,10 @@ and addresses. So a CTA takes a range of neighbouring splits of its tile:
     splits of a tile   | block 0: AT_ONCE splits | block 1 | block 2 | block 3 | ...      S warps read each split
     CTAs               | CTA 0                             | CTA 1             | ...      about as many blocks each
 
-The kernel computes the number of blocks from the positions, because a captured graph knows only the largest number of
-splits. Loads of the next block begin as soon as a product has consumed this block's keys or values from registers. A
-CTA that has all splits of a tile joins them in shared memory and stores no partial results. The bits are those of
-mma.py.
+The kernel computes the number of blocks from the positions, because a captured CUDA graph knows only the largest number
+of splits. Loads of the next block begin as soon as a product has consumed this block's keys or values from registers. A
+CTA that has all splits of a tile combines them in shared memory and stores no partial results. The output has the same
+bits as the output of mma.py.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -80,9 +80,10 @@ def batch_kernel(
     REGROUP: gl.constexpr,  # True: out is in the order in which the next product's TMA pipeline reads it
     PDL: gl.constexpr,
 ):
-    """Computes the attention of one tile of query rows over a range of splits, in CTA (tile, number of the range).
+    """Computes the attention of one tile of query rows over a range of splits, in CTA (tile, index of the range).
 
-    It also stores new K and V in its splits. For the arguments see `_decode_kernel` of portable.py.
+    It also stores K and V of the new tokens whose positions are in its splits. For the arguments see `_decode_kernel`
+    of portable.py.
     """
     HALF: gl.constexpr = D // 2
     SPLIT: gl.constexpr = S * KEYS

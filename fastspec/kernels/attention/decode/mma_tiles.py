@@ -1,7 +1,8 @@
 """Device code of mma.py and mma_batch.py: layouts, products with operands in registers, and partial results of splits.
 
-A product may run over its inner index in any order, if both operands use the same order. K and q use this order in each
-range of 32 values of a head. t = 0..3 is the lane of a group of four, p = 0, 1 the value of a pair:
+A matrix product may run over its inner index in any order, if both operands use the same order. K and q use this order
+in each range of 32 values of a head. t = 0..3 is the index of a lane in a group of four, p = 0, 1 the index of a value
+in a pair:
 
     memory          8 t + 2 j + p     lane t loads its 8 values, j = 0..3, in one 16-byte load
     operand         8 j + 2 t + p     a tensor-core instruction takes 16 values: j = 0, 1 first, then j = 2, 3
@@ -33,34 +34,45 @@ PARTS = 4  # parts of a split, with KEYS keys and an online softmax each; the bi
 
 @gluon.constexpr_function
 def operands(WARPS, S):
-    """Returns the layout of tensor-core results: scores [S, ROWS, KEYS], out [S, ROWS, D]. Each s has 1 or 2 warps."""
+    """Returns the register layout of tensor-core results: scores [S, ROWS, KEYS] and out [S, ROWS, D].
+
+    Each index of the first axis belongs to WARPS / S warps, 1 or 2.
+    """
     return gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, WARPS // S], instr_shape=[1, 16, 8])
 
 
 @gluon.constexpr_function
 def _bits(first, stop):
-    """Lists the powers of two from `first` (a power of two) on that are less than `stop` (another one)."""
+    """Lists the powers of two from `first` to `stop` / 2. `first` and `stop` are powers of two."""
     return [1 << bit for bit in range(first.bit_length() - 1, stop.bit_length() - 1)]
 
 
 @gluon.constexpr_function
 def _linear(bits, lanes, warps, shape):
-    """Returns a linear layout of a tensor. The bases in `bits` that are not in `warps` become register bases."""
+    """Returns a linear layout of a tensor of shape `shape`.
+
+    Args:
+        bits: bases of registers. Bases that are also in `warps` are dropped.
+        lanes: bases of lanes.
+        warps: bases of warps.
+        shape: shape of the tensor.
+    """
     registers = [each for each in bits if each not in warps]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
 
 @gluon.constexpr_function
 def _parts(S):
-    """Returns the bases of the first of three axes, of size S, which is distributed over warps."""
+    """Returns the bases of a linear layout that distribute the first of three axes, of size S, over warps."""
     return [[s, 0, 0] for s in _bits(1, S)]
 
 
 @gluon.constexpr_function
 def key_layout(WARPS, S, D, RUN):
-    """Returns the layout in which K [S, KEYS, D] is loaded.
+    """Returns the register layout in which K [S, KEYS, D] is loaded.
 
-    A lane has RUN neighbouring values of a key, four lanes load one key, and a load instruction of a warp 8 keys.
+    A load instruction loads RUN neighbouring values of a key in each lane, and one key by four lanes. So it loads 8
+    keys in a warp.
     """
     bits = [*[[0, 0, d] for d in _bits(1, RUN)], [0, 8, 0], [0, 16, 0], *[[0, 0, d] for d in _bits(4 * RUN, D)]]
     lanes = [[0, 0, RUN], [0, 0, 2 * RUN], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
@@ -69,10 +81,11 @@ def key_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def value_layout(WARPS, S, D, RUN):
-    """Returns the layout in which V [S, KEYS, D] is loaded.
+    """Returns the register layout in which V [S, KEYS, D] is loaded.
 
-    A lane has RUN neighbouring values of a key, 8 lanes load one key, and a load instruction of a warp 4 keys. If two
-    warps have one s, each has 64 of 128 values. With D = 64 each has half of every lane's RUN values.
+    A load instruction loads RUN neighbouring values of a key in each lane, and one key by 8 lanes. So it loads 4 keys
+    in a warp. If two warps share an index of the first axis, each has half of the D columns. With D = 64 this is half
+    of every lane's RUN values.
     """
     near, far = [[0, 0, d] for d in _bits(1, RUN)], [[0, 0, d] for d in _bits(8 * RUN, D)]
     lanes = [[0, 2, 0], [0, 4, 0], [0, 0, RUN], [0, 0, 2 * RUN], [0, 0, 4 * RUN]]
@@ -82,7 +95,7 @@ def value_layout(WARPS, S, D, RUN):
 
 @gluon.constexpr_function
 def exchange_memory(S, R, D):
-    """Returns the layout of results [S, R, D] in shared memory, through which warps exchange them.
+    """Returns the shared-memory layout of results [S, R, D] of products. Warps exchange results through this memory.
 
     The values that a lane gets from one tensor-core instruction are adjacent.
     """
@@ -93,10 +106,10 @@ def exchange_memory(S, R, D):
 
 @gluon.constexpr_function
 def exchange_layout(WARPS, R, D):
-    """Returns the register layout of results [PARTS, R, D] that are read from `exchange_memory`.
+    """Returns the register layout of results [PARTS, R, D] that are loaded from memory with layout `exchange_memory`.
 
-    A lane has all PARTS of a result, and neighbouring columns e (see the top of the file). These axes are distributed
-    over warps, in this order: the rest of e, then c, then the other half of the rows (or g).
+    A lane has all PARTS of a result, and neighbouring columns e (see the module's docstring). These axes are
+    distributed over warps, in this order: the rest of e, then c, then the other half of the rows (or g).
     """
     half = [[0, 8, 0]] if R == 16 else []
     apart = [*([[0, 0, 64]] if D == 128 else []), [0, 0, 8], *half, [0, 0, 1], [0, 0, 32]]
@@ -107,7 +120,7 @@ def exchange_layout(WARPS, R, D):
 
 @gluon.constexpr_function
 def _columns(bases, REGROUP):
-    """Returns bases [row, column], with columns regrouped as packing.py describes if REGROUP.
+    """Returns the bases [row, column] of a layout, with columns reordered as packing.py describes if REGROUP is True.
 
     The order (h, c, t) of pairs of columns becomes (t, h, c).
     """
@@ -117,9 +130,9 @@ def _columns(bases, REGROUP):
 
 @gluon.constexpr_function
 def merged_layout(WARPS, R, D, REGROUP):
-    """Returns the layout of results [R, D] after PARTS are added, with columns in the order of a head.
+    """Returns the register layout of results [R, D] after the parts of a split are combined.
 
-    With REGROUP columns are regrouped as packing.py describes.
+    Columns are in the order of a head. If REGROUP is True, they are in the order that packing.py describes.
     """
     half = [[8, 0]] if R == 16 else []
     apart = [[0, 4], *([[0, 64]] if D == 128 else []), *half, [0, 8], [0, 2]]
@@ -134,7 +147,7 @@ def merged_layout(WARPS, R, D, REGROUP):
 def softmax_memory_layout(R, D, REGROUP):
     """Returns the shared-memory layout of results [R, D] whose register layout is `merged_layout`.
 
-    The values of a warp are adjacent.
+    The values that a warp stores are adjacent.
     """
     rest = [[0, 8], *([[0, 64]] if D == 128 else []), *([[8, 0]] if R == 16 else [])]
     bits = [[0, 1], [0, 2], [0, 16], [0, 32], [1, 0], [2, 0], [4, 0], [0, 4], *rest]
@@ -152,7 +165,7 @@ EIGHT = gl.constexpr(8)  # query rows in a group; a tile has G groups
 
 @gluon.jit
 def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
-    """Returns 0 .. n - 1 along one axis of a 3-D layout, with size 1 along the others."""
+    """Returns a 3-D tensor with 0 .. n - 1 along one axis of `layout`, and size 1 along the other axes."""
     if axis == 0:
         return gl.expand_dims(
             gl.expand_dims(gl.arange(0, n, layout=gl.SliceLayout(1, gl.SliceLayout(2, layout))), 1), 2
@@ -169,9 +182,9 @@ def _along(n: gl.constexpr, axis: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _slots(cache, first, s, key, kv_head, KV_HEADS: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Returns two offsets in the cache whose sum is that of the key at position first + s * KEYS + key.
+    """Returns two offsets. Their sum is the offset in the cache of the key at position first + s * KEYS + key.
 
-    The first is int64, the second int32, within a page. `s` and `key` broadcast against each other.
+    The first offset is int64. The second is int32, an offset within a page. `s` and `key` broadcast against each other.
     """
     at = first + s * KEYS
     if PAGE_SIZE % KEYS != 0:  # otherwise one page holds all keys of a warp
@@ -196,11 +209,11 @@ def places_of(
     PAGE_SIZE: gl.constexpr,
     S: gl.constexpr,
 ):
-    """Computes the addresses of S * KEYS keys of a head, from position `first` on, and of their values.
+    """Computes the addresses of K and V of S * KEYS keys of a KV head, from position `first` on.
 
     Returns:
-        Addresses of the first halves of K [S, KEYS, D / 2], and their positions; addresses of V [S, KEYS, D], and their
-        positions.
+        Four tensors: addresses of the first half of each key in K [S, KEYS, D / 2]; positions of these keys; addresses
+        of V [S, KEYS, D]; the same positions in the layout of V.
     """
     kl: gl.constexpr = key_layout(gl.num_warps(), S, D // 2, 8)
     s, n = _along(S, 0, kl), _along(KEYS, 1, kl)
@@ -214,14 +227,15 @@ def places_of(
 
 @gluon.jit
 def keys_at(places, low, high, old, HALF: gl.constexpr):
-    """Loads both halves of K for the keys at positions low .. high - 1. Other keys are those of `old`, or 0.
+    """Loads both halves of the heads in K for the keys at positions low .. high - 1.
 
-    Cache slots from position `high` on may hold NaN, so they must not enter a product.
+    Keys at other positions are not loaded. Cache slots from position `high` on may hold NaN, so they must not enter a
+    product.
 
     Args:
         places: result of `places_of`.
-        low, high: positions.
-        old: an earlier result. None: other keys are 0.
+        low, high: bounds of the positions to load.
+        old: an earlier result, from which keys at other positions are taken. None: they are 0.
         HALF: D / 2.
     """
     at, key, _v_at, _v_key = places
@@ -246,10 +260,10 @@ def values_at(places, low, high, old):
 
 @gluon.jit
 def _key_operand(k):
-    """Converts half of K [S, KEYS, N] to a right operand [S, N, KEYS]. No value moves between lanes.
+    """Converts one half of the heads in K, [S, KEYS, N], to a right operand [S, N, KEYS] of a product.
 
-    Values in the order (c, t, j, p) become (c, j, t, p), as the top of the file describes; c counts ranges of 32
-    values.
+    No value moves between lanes. The order (c, t, j, p) of values becomes (c, j, t, p), as the module's docstring
+    describes. c is the index of a range of 32 values.
     """
     S: gl.constexpr = k.shape[0]
     N: gl.constexpr = k.shape[2]
@@ -259,17 +273,17 @@ def _key_operand(k):
 
 @gluon.jit
 def _in_order(q):
-    """Permutes the columns of queries' halves [rows, N] to the order of `_key_operand`."""
+    """Permutes the columns of one half of the query heads, [rows, N], to the order of `_key_operand`."""
     apart = gl.permute(gl.reshape(q, [q.shape[0], q.shape[1] // 32, 4, 4, 2]), (0, 1, 3, 2, 4))
     return gl.reshape(apart, [q.shape[0], q.shape[1]])
 
 
 @gluon.jit
 def value_operand(v):
-    """Converts V [S, KEYS, D] to a right operand with columns in the order (e, c, g). No value moves between lanes.
+    """Converts V [S, KEYS, D] to a right operand of a product, with columns in the order (e, c, g).
 
-    Each lane only packs pairs of keys. The order of columns in memory is (c, g, e) for D = 128, and (g, c, e) for
-    D = 64.
+    No value moves between lanes; each lane only packs pairs of keys. The order of columns in memory is (c, g, e) for
+    D = 128, and (g, c, e) for D = 64.
     """
     S: gl.constexpr = v.shape[0]
     D: gl.constexpr = v.shape[2]
@@ -282,7 +296,7 @@ def value_operand(v):
 
 @gluon.jit
 def _in_order_of_heads(out):
-    """Permutes the columns of results [R, D] from the order of `value_operand` to that of a head."""
+    """Permutes the columns of results [R, D] from the order of `value_operand` to the order of a head."""
     R: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[1]
     if D == 128:
@@ -294,19 +308,25 @@ def _in_order_of_heads(out):
 
 @gluon.constexpr_function
 def staged_rows(G):
-    """Returns the number of query rows in shared memory for a tile of G groups: whole products, and a power of two."""
+    """Returns the number of query rows for which a tile of G groups of 8 rows needs shared memory.
+
+    It is a multiple of ROWS, the rows of a product, and a power of two.
+    """
     return 16 if G <= 2 else 32
 
 
 @gluon.constexpr_function
 def rows_of(G, P):
-    """Returns the number of rows of product P without padding in a tile of G groups: EIGHT in the last if G is odd."""
+    """Returns the number of query rows of product P without padding, in a tile of G groups of 8 rows.
+
+    It is EIGHT in the last product if G is odd, else ROWS.
+    """
     return 16 if G > 2 * P + 1 else 8
 
 
 @gluon.jit
 def stage_q(q1, q2):
-    """Stores queries, given as halves of heads q1, q2 [rows, D / 2], in shared memory. `scores_of` reads them."""
+    """Stores queries in shared memory, from which `scores_of` reads them. q1, q2 [rows, D / 2] are halves of heads."""
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     first = gl.allocate_shared_memory(q1.dtype, q1.shape, shared, _in_order(q1))
     return first, gl.allocate_shared_memory(q2.dtype, q2.shape, shared, _in_order(q2))
@@ -314,9 +334,10 @@ def stage_q(q1, q2):
 
 @gluon.jit
 def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Loads query rows P * ROWS .. P * ROWS + ROWS - 1, staged by `stage_q`, as left operands [S, ROWS, HALF].
+    """Loads the ROWS query rows of product P from shared memory, as left operands [S, ROWS, HALF].
 
-    There is one operand for each half of the head. All s have the same values.
+    `staged` is the result of `stage_q`. Returns one operand for each half of the head. The values are the same for all
+    indices of the first axis.
     """
     left: gl.constexpr = gl.DotOperandLayout(0, operands(gl.num_warps(), S), 2)
     found = ()
@@ -329,9 +350,10 @@ def _queries_of(staged, P: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.constexpr, S: gl.constexpr):
-    """Loads the positions of STAGED query rows from `first_row` on, one tensor int32 [1, ROWS, 1] for each product.
+    """Loads the positions of STAGED query rows from row `first_row` on.
 
-    A position is -1 for padding rows, from row `rows` on.
+    Returns a tuple with one tensor int32 [1, ROWS, 1] for each product. Rows from `rows` on are padding and have
+    position -1.
     """
     mma: gl.constexpr = operands(gl.num_warps(), S)
     found = ()
@@ -345,9 +367,16 @@ def positions_of(position_ptr, first_row, rows, STAGED: gl.constexpr, GROUP: gl.
 
 @gluon.jit
 def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: gl.constexpr, HALF: gl.constexpr):
-    """Returns the scores [S, ROWS, KEYS] of every product's query rows with a block of keys; see `_scored`.
+    """Computes the attention scores of a tile's query rows with a block of keys.
 
-    `staged` is the result of `stage_q`, `keys` that of `keys_at`, `positions` that of `positions_of`.
+    Returns a tuple with one tensor [S, ROWS, KEYS] for each product, the result of `_scored`.
+
+    Args:
+        staged: queries, the result of `stage_q`.
+        keys: both halves of K, the result of `keys_at`.
+        first: position of the first key.
+        positions: positions of the query rows, the result of `positions_of`.
+        scoring: `Scoring`.
     """
     found = ()
     for p in gl.static_range(len(positions)):
@@ -357,7 +386,7 @@ def scores_of(staged, keys, first, positions, scoring, WINDOW: gl.constexpr, S: 
 
 @gluon.jit
 def tanh(x):
-    """Computes tanh(x) with the bits of `tanh` in prefill.py."""
+    """Computes tanh(x). The result has the same bits as that of `tanh` in prefill.py."""
     squared = x * x
     series = -0.006276390049606562 * squared + 0.021116215735673904
     series = (series * squared - 0.053875137120485306) * squared + 0.13332924246788025
@@ -368,7 +397,7 @@ def tanh(x):
 
 @gluon.jit
 def share_of_keys(weight, head, scoring):
-    """Returns the total softmax probability of all keys; the attention sink of `head` has the rest.
+    """Returns the total softmax probability of all keys. The attention sink of query head `head` has the rest.
 
     `weight` is the log-sum-exp of the keys' scores, in base 2.
     """
@@ -378,9 +407,10 @@ def share_of_keys(weight, head, scoring):
 
 @gluon.jit
 def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl.constexpr):
-    """Returns scores [S, ROWS, KEYS], times log2(e), of query rows with the keys from position `first` on.
+    """Returns the scores [S, ROWS, KEYS], times log2(e), of query rows with S * KEYS keys from position `first` on.
 
-    A score is -inf if the row does not see the key. `queries` and `keys` are both halves of heads.
+    A score is -inf if the row does not see the key. `queries` and `keys` are tuples with both halves of heads.
+    `position` is the position of each query row, [1, ROWS, 1].
     """
     mma: gl.constexpr = operands(gl.num_warps(), S)
     scores = mma_v2(queries[0], _key_operand(keys[0]), gl.zeros([S, ROWS, KEYS], gl.float32, mma))
@@ -398,19 +428,20 @@ def _scored(queries, keys, first, position, scoring, WINDOW: gl.constexpr, S: gl
 
 @gluon.jit
 def shift_of(top):
-    """Returns the number to subtract from scores whose maximum is `top`, before exp2.
+    """Returns the number that a softmax subtracts from its scores before exp2: their maximum `top`, or 0 if it is -inf.
 
-    Without keys top is -inf. Subtracting 0 then makes the weights exp2(-inf) = 0. Subtracting top would make them NaN.
+    A row without keys has top = -inf. With 0 its weights are exp2(-inf) = 0. With top they would be NaN.
     """
     return gl.where(top == -float("inf"), 0.0, top)
 
 
 @gluon.jit
 def begun(scores, v, S: gl.constexpr):
-    """Computes the softmax of one block of keys, not normalised, for query rows with scores [S, ROWS, KEYS].
+    """Computes the softmax over one block of keys, without normalisation, for query rows with scores [S, ROWS, KEYS].
 
-    Returns the largest score [S, ROWS], the weights 2^(score - largest) [S, ROWS, KEYS], and the sum of the values `v`
-    with these weights [S, ROWS, D].
+    Returns:
+        The largest score [S, ROWS], the weights 2^(score - largest) [S, ROWS, KEYS], and the sum of the values `v` with
+        these weights [S, ROWS, D].
     """
     mma: gl.constexpr = operands(gl.num_warps(), S)
     top = gl.max(scores, axis=2)
@@ -423,7 +454,8 @@ def begun(scores, v, S: gl.constexpr):
 def averaged(out, top, total):
     """Returns the partial result (mean, weight) of a softmax: out / total, and top + log2(total).
 
-    mean is the average of values, weight the log-sum-exp of scores in base 2. Without keys they are 0 and -inf.
+    mean [R, D] is the weighted average of values. weight [R] is the log-sum-exp of scores in base 2. Without keys they
+    are 0 and -inf.
 
     Args:
         out: sum of values with weights 2^(score - top), [R, D].
@@ -436,7 +468,10 @@ def averaged(out, top, total):
 
 @gluon.jit
 def _summed(totals):
-    """Sums weights [S, ROWS, KEYS] over keys to [S, ROWS], in the same order for any number of warps."""
+    """Sums softmax weights [S, ROWS, KEYS] over keys. The order of the sum is the same for any number of warps.
+
+    Returns the sums [S, ROWS].
+    """
     pairs = gl.sum(gl.reshape(totals, [totals.shape[0], ROWS, 2, 2, 8]), axis=2)
     return gl.sum(gl.sum(pairs, axis=3), axis=2)
 
@@ -455,7 +490,7 @@ def _upper(x):
 
 @gluon.jit
 def _regrouped(out):
-    """Regroups the columns of results [R, D], which are in the order of a head, as packing.py describes."""
+    """Permutes the columns of results [R, D] from the order of a head to the order that packing.py describes."""
     R: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[1]
     return gl.reshape(gl.permute(gl.reshape(out, [R, D // 64, 2, 4, 4, 2]), (0, 1, 4, 2, 3, 5)), [R, D])
@@ -463,15 +498,16 @@ def _regrouped(out):
 
 @gluon.jit
 def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.constexpr = False):
-    """Combines the S parts of each split in order, and returns (mean [R, D], weight [R]) of each split (`averaged`).
+    """Combines the S parts of each split in order.
 
-    A lane then has 4 neighbouring values of a head.
+    Returns a tuple with the partial result (mean [R, D], weight [R]) of each split, see `averaged`. Each lane has 4
+    neighbouring values of a head in mean.
 
     Args:
         top, totals, out: results of `begun` for one or more splits, S parts each.
         S: number of parts of a split.
         R: number of query rows without padding, the result of `rows_of`.
-        REGROUP: True to regroup the columns as packing.py describes, for the TMA pipeline of the next product.
+        REGROUP: True to order the columns as packing.py describes, for the TMA pipeline of the next matrix product.
     """
     ALL: gl.constexpr = out.shape[0]
     D: gl.constexpr = out.shape[2]
@@ -490,10 +526,13 @@ def merge_parts(top, totals, out, S: gl.constexpr, R: gl.constexpr, REGROUP: gl.
 
 @gluon.jit
 def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
-    """Combines the parts of one split, and returns its (mean [R, D], weight [R]).
+    """Combines the parts of one split, and returns its partial result (mean [R, D], weight [R]).
 
-    Arguments in shared memory: largest scores `tops` and sums of weights `sums` [S, R], sums of values `place`
-    [S, R, D].
+    Args:
+        tops: largest score of each part, [S, R] in shared memory.
+        sums: sum of the weights of each part, [S, R] in shared memory.
+        place: weighted sum of the values of each part, [S, R, D] in shared memory.
+        REGROUP: see `merge_parts`.
     """
     R: gl.constexpr = place.shape[1]
     D: gl.constexpr = place.shape[2]
@@ -514,7 +553,10 @@ def _merge_split(tops, sums, place, REGROUP: gl.constexpr):
 
 @gluon.jit
 def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.constexpr = False):
-    """Stores partial results (mean, weight) of rows [R] at index `at` [R]. LASTING: L2 evicts them last."""
+    """Stores partial results (mean [R, D], weight [R]) of query rows at indices `at` [R], where `valid` is True.
+
+    If LASTING is True, L2 evicts them last.
+    """
     policy: gl.constexpr = "evict_last" if LASTING else ""
     D: gl.constexpr = mean.shape[1]
     gl.store(weight_ptr + at, weight, mask=valid, eviction_policy=policy)
@@ -527,9 +569,10 @@ def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, LASTING: gl.con
 def store_output(
     out_ptr, batch, kv_head, row, stop, num_queries, mean, weight, scoring, KV_HEADS: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Stores the attention output of query rows `row` [R] that are below `stop`, from the combined (mean, weight).
+    """Stores the attention output of the query rows `row` [R] that are less than `stop`.
 
-    It adds the sink, and multiplies by the scale of V. A query row is a pair of token and query head of one KV head.
+    It computes the output from the combined result (mean, weight) of all keys: it adds the sink, and multiplies by the
+    scale of V. A query row is a pair of token and query head of one KV head.
     """
     if scoring.sinks is not None:
         mean = mean * gl.expand_dims(share_of_keys(weight, kv_head * GROUP + row % GROUP, scoring), 1)

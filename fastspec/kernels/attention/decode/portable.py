@@ -1,9 +1,10 @@
-"""Portable decode kernel, for every GPU, dtype and head_dim. dispatch.py says when it is used.
+"""Portable attention kernel of decode passes, for every GPU, dtype and head_dim. dispatch.py says when it is used.
 
 While the preceding matrix product runs, the kernel prefetches K, V, norm weights and rotary angles into L2. A prefetch
 changes no value: if it uses stale positions, it is only useless.
 
-A row's splits are combined in two levels, in ascending order, each by the CTA that finishes last:
+A split is a range of a row's keys. The partial results of a row's splits are combined in ascending order and in two
+levels. The CTA that finishes last combines:
 
     splits   0 .. FAN - 1   FAN .. 2 FAN - 1   ...
     groups   0              1                  ...     -> output
@@ -23,7 +24,7 @@ PEEK_KEYS = tl.constexpr(256)  # largest number of keys that a CTA prefetches
 
 @triton.jit
 def _prefetch(pointers, wanted):
-    """Prefetches the 128-byte cache line at each pointer into L2, where `wanted` is True."""
+    """Prefetches the 128-byte cache lines at those pointers into L2 for which `wanted` is True."""
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -50,8 +51,8 @@ def peek(
 ):
     """Prefetches the first PEEK_KEYS keys and values of this CTA's split into L2.
 
-    The split begins at position `start` and has `split_keys` keys. The positions and the block table that are read here
-    may be stale.
+    The split begins at position `start` and has `split_keys` keys. The positions and the block table may be stale,
+    because this runs before the kernel waits for the preceding kernel.
     """
     newest = tl.load(position_ptr + (batch + 1) * num_queries - 1, cache_modifier=".cg")
     at = start + tl.arange(0, PEEK_KEYS)
@@ -90,15 +91,20 @@ FAN = tl.constexpr(16)  # number of splits in a group
 def averaged(out, top, total):
     """Returns the partial result (mean, weight) of an online softmax: out / total, and top + log2(total).
 
-    mean is the average of values [R, BLOCK_D], weight the log-sum-exp of scores in base 2 [R]. Without keys they are 0
-    and -inf. For the arguments see `attend_split`.
+    mean [R, BLOCK_D] is the weighted average of values. weight [R] is the log-sum-exp of scores in base 2. Without keys
+    they are 0 and -inf.
+
+    Args:
+        out: sum of values with weights 2^(score - top), [R, BLOCK_D].
+        top: largest score [R].
+        total: sum of the weights [R].
     """
     return out / tl.where(total == 0.0, 1.0, total)[:, None], top + tl.log2(total)
 
 
 @triton.jit
 def store_partial(mean_ptr, weight_ptr, at, valid, mean, weight, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Stores partial results of rows at index `at` [R]: mean [R, BLOCK_D] and weight [R], see `averaged`."""
+    """Stores partial results (mean [R, BLOCK_D], weight [R]) of query rows at indices `at` [R]; see `averaged`."""
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     tl.store(weight_ptr + at, weight, mask=valid)
     tl.store(mean_ptr + at[:, None] * HEAD_DIM + dim[None, :], mean, mask=valid[:, None] & inside[None, :])
@@ -119,9 +125,10 @@ def store_output(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Stores the attention output of query rows `row` [R] of a KV head, from the combined (mean, weight).
+    """Stores the attention output of query rows `row` [R] of a KV head.
 
-    It adds the sinks, which it can because all keys are combined here, and multiplies by the scale of V.
+    It computes the output from the combined result (mean, weight) of all keys: it adds the sinks, and multiplies by the
+    scale of V.
     """
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     head = (batch * num_queries + row // GROUP) * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
@@ -136,9 +143,9 @@ def store_output(
 
 @triton.jit
 def _merged(mean_ptr, weight_ptr, first, last, rows, row, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Combines the stored partial results `first` .. `last` of rows [R] in ascending order to one (mean, weight).
+    """Combines the stored partial results with indices `first` .. `last` of query rows `row` [R], in ascending order.
 
-    Loads bypass L1, because it may hold old contents of this memory.
+    Returns their (mean, weight), see `averaged`. Loads bypass L1, because it may hold old contents of this memory.
     """
     R: tl.constexpr = row.shape[0]
     dim, inside = columns(HEAD_DIM, BLOCK_D)
@@ -188,10 +195,10 @@ def combine(
     BLOCK_D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """Combines the partial results number source + begin .. source + end of rows row_start .. row_stop - 1.
+    """Combines the partial results with indices source + begin .. source + end of query rows row_start .. row_stop - 1.
 
-    If `final`, it writes the output of these rows. Otherwise it stores the combination as partial result number
-    `target`. R rows are processed at a time.
+    If `final` is True, it writes the attention output of these rows. Otherwise it stores the combined result as the
+    partial result with index `target`. R rows are processed at a time.
     """
     source_mean, source_weight = mean_ptr + source * rows * HEAD_DIM, weight_ptr + source * rows
     for first_row in tl.range(row_start, row_stop, R, disable_licm=True):
@@ -208,7 +215,9 @@ def combine(
 
 @triton.jit
 def weighed(scores, v, at, position, top, totals, out, scoring, WINDOW: tl.constexpr):
-    """Adds the block of keys at positions `at` [BLOCK_N] to the state of an online softmax, and returns the new state.
+    """Adds a block of keys at positions `at` [BLOCK_N] to the state of an online softmax.
+
+    Returns the new state (top, totals, out).
 
     Args:
         scores: scores of query rows with these keys [ROWS, BLOCK_N], before softcap and mask.
@@ -254,8 +263,8 @@ def attend_split(
 ):
     """Computes the attention of query rows over the keys at positions begin .. stop - 1, by an online softmax.
 
-    Returns the partial result (mean, weight) of `averaged`. `q1` and `q2` [ROWS, BLOCK_D / 2] are the halves of the
-    queries, `position` [ROWS] their positions.
+    Returns the partial result (mean, weight), see `averaged`. `q1` and `q2` [ROWS, BLOCK_D / 2] are both halves of the
+    query heads. `position` [ROWS] is the position of each query row.
     """
     dim, inside = columns(HEAD_DIM, BLOCK_D)
     top = tl.full([ROWS], -float("inf"), tl.float32)

@@ -1,6 +1,6 @@
-"""Device code for the Gluon kernels: positions of new tokens, head norms, rotary embedding, K/V append.
+"""Device code of the Gluon decode kernels: positions of new tokens, head norms, rotary embedding, K/V append.
 
-rope.py has the same for Triton.
+rope.py has the corresponding code for Triton kernels.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ NEVER = gl.constexpr(2**30)  # larger than every position
 
 @gluon.constexpr_function
 def head_layout(HALF, WARPS):
-    """Returns the layout of halves of heads [R, HALF], with 8 values in a lane.
+    """Returns the register layout of halves of heads [R, HALF], with 8 neighbouring values in a lane.
 
-    rope.py is compiled to the same layout, so the sums of norms have the same order in both.
+    Triton compiles rope.py to the same layout. So the sums of the head norms have the same order in both files.
     """
     return gl.BlockedLayout([1, 8], [256 // HALF, HALF // 8], [WARPS, 1], [1, 0])
 
@@ -34,7 +34,7 @@ def cache_of_row(cache, batch):
 
 @gluon.jit
 def new_positions(position_ptr, num_queries, WARPS: gl.constexpr):
-    """Loads the positions of a row's new tokens, int32 [PADDED_QUERIES], padded with NEVER.
+    """Loads the positions of a batch row's new tokens, int32 [PADDED_QUERIES], padded with NEVER.
 
     Each warp has a copy of all positions.
     """
@@ -54,13 +54,13 @@ def kv_range(
     GROUP: gl.constexpr,
     WARPS: gl.constexpr,
 ):
-    """Returns the range of keys that a tile of TILE query rows sees.
+    """Returns the range of key positions that a tile of TILE query rows sees.
 
-    Only query rows at positions low .. high - 1 count.
+    Query rows at positions outside low .. high - 1 are ignored. `tile` is the index of the tile.
 
     Returns:
-        The first new position of the row of the batch; the oldest and the newest position that the tile sees. The
-        newest is -1 if no query row counts.
+        The position of the batch row's first new token; the oldest and the newest position that the tile sees. The
+        newest position is -1 if all query rows are ignored.
     """
     query = gl.arange(0, PADDED_QUERIES, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
     mine = (query >= tile * TILE // GROUP) & (query <= (tile * TILE + TILE - 1) // GROUP)
@@ -75,10 +75,10 @@ def kv_range(
 
 @gluon.jit
 def idle(newest, PDL: gl.constexpr):
-    """Waits for the previous kernel if this is the first CTA and the row has no work. CTAs without work call it.
+    """Waits for the previous kernel, in the first CTA if its query tile has no keys. CTAs without work call it.
 
-    The next kernel waits only for this one. So this kernel must not end before the previous kernel, even if it has no
-    work. `newest` is a result of `kv_range`.
+    The next kernel waits only for this kernel. So this kernel must not end before the previous kernel, even if it has
+    no work. `newest` is a result of `kv_range`: negative if the tile has no keys.
     """
     if PDL and (newest < 0) & (gl.program_id(0) == 0) & (gl.program_id(1) == 0):
         gdc_wait()
@@ -88,7 +88,7 @@ def idle(newest, PDL: gl.constexpr):
 def _scaled(x, factor, weight):
     """Returns weight * (x * factor) in x's dtype: the last part of an RMSNorm of heads x [R, HALF].
 
-    Each product is rounded. With an fp32 weight only the result is rounded. factor is [R], weight [HALF].
+    Each product is rounded to x's dtype. With an fp32 weight only the result is rounded. factor is [R], weight [HALF].
     """
     normed = x.to(gl.float32) * gl.expand_dims(factor, 1)
     kind: gl.constexpr = weight.dtype
@@ -99,7 +99,10 @@ def _scaled(x, factor, weight):
 
 @gluon.jit
 def angles(position, valid, tokens, HALF: gl.constexpr, layout: gl.constexpr):
-    """Loads (cos, sin), each [R, HALF], of positions [R]. Returns an empty tuple if there is no rotary embedding."""
+    """Loads the rotary angles (cos, sin), each [R, HALF], for positions `position` [R] where `valid` is True.
+
+    Returns an empty tuple if the model has no rotary embedding.
+    """
     if tokens.cos is None:
         return ()
     else:
@@ -146,12 +149,12 @@ def slots_of(
     PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):
-    """Loads where K and V of new tokens number first_row .. first_row + NEW_ROWS - 1 of a row belong.
+    """Computes the cache offsets of K and V for new tokens first_row .. first_row + NEW_ROWS - 1 of batch row `batch`.
 
     Returns:
-        For each token [NEW_ROWS]: its index in [B, Q], the offset of its KV head in the cache, True if K and V are to
-        be stored, and its rotary angles (`angles`). K and V are stored if the write mask is True and the position is in
-        start .. stop - 1.
+        Four values for each token [NEW_ROWS]: its index in [B, Q]; the offset of its KV head in the cache; True if its
+        K and V are to be stored; its rotary angles, the result of `angles`. K and V are stored if the write mask is
+        True and the position is in start .. stop - 1.
     """
     row = first_row + gl.arange(0, NEW_ROWS, layout=gl.SliceLayout(1, layout))
     valid = row < num_queries
@@ -168,9 +171,9 @@ def slots_of(
 
 @gluon.jit
 def as_stored(x, factor, CACHED: gl.constexpr):
-    """Converts x to CACHED, the cache's dtype: e4m3(x * factor), or x unchanged if factor is None.
+    """Converts x to CACHED, the cache's dtype: to e4m3(x * factor). If factor is None, returns x unchanged.
 
-    The bits are those of `as_stored` in rope.py.
+    The result has the same bits as that of `as_stored` in rope.py.
     """
     if factor is None:
         return x
@@ -192,7 +195,10 @@ def as_stored(x, factor, CACHED: gl.constexpr):
 def append(
     tokens, cache, slots, kv_head, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):
-    """Norms and rotates K of new tokens, and stores their K and V. `slots` is the result of `slots_of`."""
+    """Applies head norm and rotary embedding to K of new tokens, and stores their K and V in the cache.
+
+    `slots` is the result of `slots_of`.
+    """
     HALF: gl.constexpr = D // 2
     at, slot, stored, cos_sin = slots
     column = gl.expand_dims(gl.arange(0, HALF, layout=gl.SliceLayout(0, layout)), 0)

@@ -1,4 +1,4 @@
-"""Device code of tma_sm90.py: the splits of each CTA, parts of the online softmax, and the warps that load tiles."""
+"""Device code of tma_sm90.py: choice of the splits of each CTA, steps of the online softmax, and the loading warps."""
 
 # mypy: disable-error-code="assignment, misc"
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -24,9 +24,9 @@ class Pipeline(NamedTuple):
 
     Attributes:
         tiles: [STAGES, KEYS, D], tiles of K and V, alternating; uint8 for an 8-bit cache.
-        full: mbarriers [STAGES]; that of a stage completes when its tile has arrived.
-        free: mbarriers [STAGES]; that of a stage completes when its tile has been read.
-        stored: an mbarrier that completes when this CTA's new K and V are in the cache.
+        full: mbarriers [STAGES]. The mbarrier of a stage completes when its tile has arrived.
+        free: mbarriers [STAGES]. The mbarrier of a stage completes when its tile has been read.
+        stored: an mbarrier that completes when this CTA has stored K and V of its new tokens in the cache.
     """
 
     tiles: Any
@@ -39,13 +39,14 @@ class Share(NamedTuple):
     """Work of one CTA: a tile of query rows, and the splits of its keys that this CTA processes.
 
     Attributes:
-        batch, kv_head, tile: row of the batch, KV head, and number of the query tile.
+        batch, kv_head, tile: indices of the batch row, the KV head and the query tile.
         mine: number of splits that this CTA processes.
-        cta, ctas: index of this CTA, and number of all CTAs of the query tile.
-        last: number of the last split of the query tile.
+        cta, ctas: index of this CTA among the CTAs of the query tile, and number of these CTAs.
+        last: index of the last split of the query tile.
         only: True if the query tile has only one split.
-        begin, stop: the query tile sees keys at positions begin .. stop - 1; `begin` is the start of a tile of keys.
-        first_new: position of the row's first new token.
+        begin, stop: bounds of the key positions, begin .. stop - 1, that the query tile reads. `begin` is the start of
+            a tile of keys.
+        first_new: position of the batch row's first new token.
     """
 
     batch: Any
@@ -63,7 +64,10 @@ class Share(NamedTuple):
 
 @gluon.constexpr_function
 def piece_of(PAGE_SIZE, KEYS):
-    """Returns the largest power of two, at most KEYS, that divides PAGE_SIZE: the keys of one TMA copy."""
+    """Returns the number of keys that one TMA copy loads.
+
+    It is the largest power of two, at most KEYS, that divides PAGE_SIZE. KEYS is a power of two.
+    """
     piece = KEYS
     while PAGE_SIZE % piece:
         piece //= 2
@@ -72,13 +76,16 @@ def piece_of(PAGE_SIZE, KEYS):
 
 @gluon.constexpr_function
 def width_of(D, NARROW):
-    """Returns the number of values of a head that one TMA copy loads: 128 bytes, or a whole head in 8 bits."""
+    """Returns the number of values of a head that one TMA copy loads.
+
+    These are 128 bytes of 16-bit values. If NARROW is True, they are a whole head of D 8-bit values.
+    """
     return D if NARROW else 64
 
 
 @gluon.constexpr_function
 def tile_layout(D, NARROW):
-    """Returns the layout of tiles [KEYS, D] in shared memory, for 16-bit values or, if NARROW, 8-bit ones."""
+    """Returns the shared-memory layout of tiles [KEYS, D] of 16-bit values, or of 8-bit values if NARROW is True."""
     return gl.NVMMASharedLayout(D, 8, 2) if NARROW else gl.NVMMASharedLayout(128, 16, 2)
 
 
@@ -100,9 +107,9 @@ def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
 
 @gluon.jit
 def splits_of(cta, ctas, splits):
-    """Returns how many of the `splits` splits of a query tile CTA `cta` of `ctas` processes.
+    """Returns the number of splits that one CTA processes, if a query tile has `splits` splits and `ctas` CTAs.
 
-    `split_number` says which.
+    `cta` is the index of the CTA. `split_number` returns the indices of its splits.
     """
     backwards = splits // ctas % 2 == 1
     return splits // ctas + gl.where(gl.where(backwards, ctas - 1 - cta, cta) < splits % ctas, 1, 0)
@@ -110,9 +117,9 @@ def splits_of(cta, ctas, splits):
 
 @gluon.jit
 def split_number(i, share):
-    """Returns the number of the i-th split that a CTA processes.
+    """Returns the index of the i-th split that a CTA processes. `share` is the `Share` of the CTA.
 
-    Splits are dealt to CTAs from the last and largest one down, in alternating direction:
+    Splits are dealt to CTAs from the last and largest split down, in alternating direction:
 
         ctas = 3:   CTA 0: last, last - 5, last - 6, ...    CTA 1: last - 1, last - 4, ...    CTA 2: last - 2, ...
 
@@ -124,7 +131,10 @@ def split_number(i, share):
 
 @gluon.jit
 def keys_of(split, begin, stop, SPLIT_SIZES: gl.constexpr):
-    """Returns the first position of a split's keys and that after the last, limited to positions begin .. stop - 1."""
+    """Returns the position of a split's first key, and the position after its last key.
+
+    `split` is the index of the split. The keys are limited to positions begin .. stop - 1.
+    """
     return gl.maximum(begin, start_of(split, SPLIT_SIZES)), gl.minimum(stop, start_of(split + 1, SPLIT_SIZES))
 
 
@@ -136,9 +146,9 @@ def power(x):
 
 @gluon.jit
 def masked(scores, here, position, WINDOW: gl.constexpr):
-    """Returns scores [ROWS, KEYS] of a tile of keys from position `here` on, with -inf for keys that are not seen.
+    """Sets the scores [ROWS, KEYS] of keys that a query row does not see to -inf, and returns all scores.
 
-    `position` [ROWS, 1] is the position of each query row, -1 for padding.
+    `here` is the position of the first key. `position` [ROWS, 1] is the position of each query row, -1 for padding.
     """
     number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
     number = here + gl.expand_dims(number, 0)
@@ -149,9 +159,9 @@ def masked(scores, here, position, WINDOW: gl.constexpr):
 
 @gluon.jit
 def rescaled(top, scores, scale):
-    """Updates the maximum `top` of an online softmax with the scores of one tile, times `scale`.
+    """Updates the maximum `top` [ROWS] of an online softmax for one more tile of keys, whose scores are scores * scale.
 
-    Returns the new maximum, the number to subtract from scores before exp2, and the factor for old sums.
+    Returns the new maximum, the number to subtract from scores before exp2, and the factor for the sums until now.
     """
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
@@ -160,7 +170,11 @@ def rescaled(top, scores, scale):
 
 @gluon.jit
 def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr):
-    """Returns, for each piece of the tile of keys from position `here` on, the cache slot of its first key."""
+    """Returns a tuple with the cache slot of the first key of each piece of a tile of keys.
+
+    The tile begins at position `here`. One TMA copy loads a piece of PIECE keys. A slot is an index of a token's K or V
+    in the cache.
+    """
     slots = ()
     for i in gl.static_range(PIECES):
         at = here + i * PIECE
@@ -175,15 +189,17 @@ def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE:
 def _load_tile(
     desc, pieces, pipeline, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr
 ):  # fmt: skip
-    """Issues the TMA copies of tile number `step` of a CTA, as soon as its stage of the pipeline is free.
+    """Issues the TMA copies of one tile of K or V, as soon as its stage of the pipeline is free.
 
     Args:
         desc: TMA descriptor of K or of V.
         pieces: pieces of the pipeline's tiles, the result of `in_pieces`.
-        slots: result of `_slots_at`.
-        column: first column of the KV head in the cache.
+        pipeline: `Pipeline` with the mbarriers.
+        step: index of the tile among all tiles that this CTA loads.
+        slots: cache slots of the tile's pieces, the result of `_slots_at`.
+        column: first column of the KV head in the cache [slots, Hkv * D].
         PARTS: number of pieces side by side in a head.
-        BYTES: size of the tile.
+        BYTES: size of the tile in bytes.
     """
     WIDE: gl.constexpr = pieces.shape[2]
     place = step % STAGES
@@ -201,10 +217,10 @@ def _load_tile(
 def load_tiles(
     key_desc, value_desc, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp. It loads, for all tiles of the CTA's splits, a tile of keys and then their values.
+    """Runs the loading warp of a CTA for a 16-bit cache. It loads each K tile of the CTA's splits, then the V tile.
 
-    It does not wait for the previous kernel. Before a tile with new keys (from `share.first_new` on) it waits for the
-    mbarrier `stored`. `column` is the first column of the KV head in the cache.
+    It does not wait for the previous kernel. Before a tile with new tokens (positions from `share.first_new` on) it
+    waits for the mbarrier `pipeline.stored`. `column` is the first column of the KV head in the cache.
     """
     STAGES: gl.constexpr = pipeline.tiles.shape[0]
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
@@ -235,10 +251,10 @@ def load_tiles(
 
 @gluon.constexpr_function
 def _slice_layout(D):
-    """Returns the register layout of half a tile that is converted from 8 to 16 bits.
+    """Returns the register layout of half a tile of K or V while it is converted from 8 to 16 bits.
 
-    A thread takes 16 numbers of each of two keys. Eight threads access memory together: four of them read one key, the
-    other four read another. So neither the loads nor the stores of 16-bit values have bank conflicts.
+    A thread converts 16 numbers of each of two keys. Eight threads access shared memory together. Four of them access
+    one key, the other four another key. So neither the loads nor the stores of 16-bit values have bank conflicts.
     """
     lanes, warps = (
         ([[5, 0], [2, 0], [4, 0]], [[0, 64], [8, 0]])
@@ -255,7 +271,7 @@ def _slice_layout(D):
 
 @gluon.jit
 def _widened(four, DTYPE: gl.constexpr):
-    """Converts e4m3 numbers [N, D], given as uint8, to DTYPE."""
+    """Converts e4m3 numbers [N, D], stored as uint8, to DTYPE."""
     INTO: gl.constexpr = widening_of_four(DTYPE)
     if gl.bfloat16 == DTYPE:
         return gl.inline_asm_elementwise(INTO, "=r,=r,r", [four], dtype=gl.bfloat16, is_pure=True, pack=4)
@@ -265,10 +281,10 @@ def _widened(four, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _widen(narrow, wide, step):
-    """Converts tile number `step` from 8 to 16 bits: from Pipeline `narrow` to Pipeline `wide`.
+    """Converts one tile of K or V from 8 to 16 bits, from Pipeline `narrow` to Pipeline `wide`.
 
-    It waits until the tile has arrived, and until its stage of `wide` is free. It marks the stage of `narrow` as free
-    and that of `wide` as full.
+    `step` is the index of the tile among all tiles that this CTA loads. The function waits until the tile has arrived,
+    and until its stage of `wide` is free. It then marks its stage of `narrow` as free, and its stage of `wide` as full.
     """
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     WIDE: gl.constexpr = wide.tiles.shape[0]
@@ -293,10 +309,16 @@ def _widen(narrow, wide, step):
 
 @gluon.jit
 def _next_tile(i, here, end, share, KEYS: gl.constexpr, SPLIT_SIZES: gl.constexpr):
-    """Returns the tile of keys after the one at position `here` of the CTA's i-th split, which ends at `end`.
+    """Finds the next tile of keys that a CTA loads after the tile at position `here`.
+
+    Args:
+        i: index of the current tile's split among the splits of the CTA.
+        here: first position of the current tile.
+        end: position after the last key of this split.
+        share: `Share` of the CTA.
 
     Returns:
-        The index of its split among those of the CTA, its first position, and the end of its split.
+        The values of i, here and end for the next tile. i is `share.mine` if there is none.
     """
     then = split_number(gl.minimum(i + 1, share.mine - 1), share)
     first, last = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
@@ -309,10 +331,15 @@ def _load_next(
     key_desc, value_desc, pieces, narrow, cache, column, share, issued, i, here, end, slots,
     KEYS: gl.constexpr, BYTES: gl.constexpr, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Issues the TMA copies of the CTA's next tile of keys and of their values, if one is left.
+    """Issues the TMA copies of the CTA's next K tile and V tile, if a tile is left.
 
-    `i`, `here` and `end` are results of `_next_tile` for this tile, `slots` that of `_slots_at`. `issued` is the number
-    of tiles whose copies were issued. Returns (issued, i, here, end, slots) for the tile after it.
+    Args:
+        issued: number of tiles whose copies were already issued.
+        i, here, end: results of `_next_tile` for the tile to load.
+        slots: result of `_slots_at` for the tile to load.
+
+    Returns:
+        (issued, i, here, end, slots) for the tile after this one.
     """
     STAGES: gl.constexpr = narrow.tiles.shape[0]
     PIECE: gl.constexpr = piece_of(PAGE_SIZE, KEYS)
@@ -331,10 +358,9 @@ def _load_next(
 def load_and_widen(
     key_desc, value_desc, narrow, wide, cache, column, share, SPLIT_SIZES: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """Runs the loading warps for an 8-bit cache. They also convert its tiles to 16 bits for the multiplying warps.
+    """Runs the loading warps of a CTA for an 8-bit cache. They also convert the tiles to 16 bits.
 
-    TMA copies are issued as far ahead as the ring `narrow` has room: a tile of keys, then its values, as in
-    `load_tiles`.
+    They issue TMA copies as far ahead as the ring `narrow` has room: a K tile, then the V tile of the same keys.
 
     Args:
         narrow: Pipeline of uint8 tiles, which TMA fills.

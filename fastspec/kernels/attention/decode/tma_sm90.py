@@ -1,26 +1,27 @@
-"""Decode kernel for late rows (from plan.LATE_FROM on: long contexts) on sm_90. TMA loads K and V; each is read once.
+"""Decode attention for positions from plan.LATE_FROM on (long contexts) on sm_90. TMA loads each K and V tile once.
 
     loading warp         TMA copies of K0, V0, K1, V1, ... -> ring of STAGES tiles [KEYS, D] in shared memory
     4 multiplying warps  scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V    (wgmma)
 
 The warps are specialised as in FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608). While the softmax weights of a
-tile are computed, the tensor cores compute the scores of the next one. A product has ROWS query rows: with 4 query
+tile are computed, the tensor cores compute the scores of the next tile. A product has ROWS query rows: with 4 query
 heads per KV head, 16 tokens take as long as one.
 
-Splits are larger at higher positions. Short rows need many CTAs that read at the same time; long rows need few partial
-results. `gather_kernel`, launched next, combines these. Splits are dealt to as many CTAs as run at a time, and the
-pipeline keeps loading from one split to the next. It takes half to three quarters of an SM's memory, which is enough
-for full bandwidth. The rest stays L1, for loads of the layer's matrix products (carveout.py).
+A split is a range of a row's keys. Splits are larger at higher positions. Short rows need many CTAs that read at the
+same time; long rows need few partial results. `gather_kernel`, launched next, combines the partial results. Splits are
+dealt to as many CTAs as run at a time. The pipeline keeps loading from one split to the next. It takes half to three
+quarters of an SM's shared memory, which is enough for full bandwidth. The rest stays L1, for loads of the layer's
+matrix products (carveout.py).
 
 Rows of a product do not affect each other, and the partial result of a split does not depend on its CTA. So a row's
 bits do not depend on other rows.
 
-New K and V are stored by the CTA whose splits contain them. Its loading warp waits for that store before it loads such
-a tile.
+K and V of a new token are stored by the CTA whose splits contain its position. The CTA's loading warp waits for that
+store before it loads a tile with new tokens.
 
 With an 8-bit cache, TMA loads tiles of e4m3 numbers. Four warps issue these loads and convert the tiles to 16 bits,
 exactly, into a second ring. The multiplying warps read this second ring. So a row has the bits of a 16-bit cache with
-the same numbers. Two such CTAs share an SM: each of its four schedulers has one converting warp of each.
+the same numbers. Two such CTAs share an SM: each of its four schedulers has one converting warp of each CTA.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -88,7 +89,7 @@ def _fence_stored():
 
 @gluon.jit
 def _clear_tail(tile, count):
-    """Zeroes the rows of a tile of values from row `count` on.
+    """Sets the rows of a V tile in shared memory to zero, from row `count` on.
 
     Cache slots after the newest key may hold NaN, and NaN times a weight of 0 is NaN.
     """
@@ -99,7 +100,7 @@ def _clear_tail(tile, count):
 
 @gluon.jit
 def _products(q, keys):
-    """Starts to compute the products [ROWS, KEYS] of queries with a tile of keys, asynchronously."""
+    """Starts the asynchronous product q K^T, [ROWS, KEYS], of queries with a tile of keys."""
     KEYS: gl.constexpr = keys.shape[0]
     nothing = gl.zeros([ROWS, KEYS], gl.float32, _sums_layout(KEYS))
     return warpgroup_mma(q, keys.permute((1, 0)), nothing, is_async=True)
@@ -107,7 +108,7 @@ def _products(q, keys):
 
 @gluon.jit
 def _stage_queries(qs, q1, q2):
-    """Stores queries, given as halves of heads q1, q2 [ROWS, D / 2], in shared memory qs [1, ROWS, D] for wgmma."""
+    """Stores queries in shared memory `qs` [1, ROWS, D] for wgmma. q1, q2 [ROWS, D / 2] are halves of the heads."""
     D: gl.constexpr = qs.shape[2]
     pieces = in_pieces(qs, ROWS)
     if D == 2 * WIDTH:
@@ -119,9 +120,9 @@ def _stage_queries(qs, q1, q2):
 
 @gluon.jit
 def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
-    """Returns the state (top, total, out) of an online softmax without keys.
+    """Returns the state (top, total, out) of an online softmax over no keys.
 
-    These are the largest score and the sum of weights [ROWS], and the sum of weighted values [ROWS, D].
+    top [ROWS] is the largest score, total [ROWS] the sum of weights, and out [ROWS, D] the sum of weighted values.
     """
     row: gl.constexpr = gl.SliceLayout(1, _sums_layout(KEYS))
     out = gl.zeros([ROWS, D], gl.float32, _sums_layout(D))
@@ -134,13 +135,13 @@ def _attend_splits(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Computes the attention of the CTA's query tile over each of its splits, and stores the partial results.
+    """Computes the attention of a CTA's query tile over each of the CTA's splits, and stores the partial results.
 
-    If the query tile has only one split, it stores the output instead.
+    If the query tile has only one split, it stores the attention output instead.
 
     Args:
         qs: queries in shared memory.
-        pipeline: ring of 16-bit tiles.
+        pipeline: `Pipeline` of 16-bit tiles.
         share: `Share`, the work of the CTA.
         position: position of each query row [ROWS, 1].
     """
@@ -213,7 +214,10 @@ def _append_more(
     SPLIT_SIZES: gl.constexpr, KV_HEADS: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, PAGE_SIZE: gl.constexpr,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Stores the new K and V that belong to the CTA's splits, except the first NEW_ROWS tokens in its first split."""
+    """Stores K and V of new tokens whose positions are in the CTA's splits.
+
+    It skips the first NEW_ROWS new tokens in the CTA's first split, which the caller has stored.
+    """
     for i in range(share.mine):
         low, high = keys_of(split_number(i, share), 0, share.stop, SPLIT_SIZES)
         if high > share.first_new:
@@ -231,7 +235,11 @@ def _consumer(
     SPLIT_SIZES: gl.constexpr, LATE_FROM: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps: they store new K and V of the CTA's splits, stage the queries, and attend."""
+    """Runs the multiplying warps of a CTA.
+
+    They store K and V of the new tokens in the CTA's splits, and the queries in shared memory. Then they compute the
+    attention.
+    """
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
     D: gl.constexpr = pipeline.tiles.shape[2]
     HALF: gl.constexpr = D // 2
@@ -278,7 +286,7 @@ def _consumer(
 def _pipeline(
     dtype: gl.constexpr, stored, STAGES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """Allocates an empty `Pipeline` in shared memory, with STAGES tiles of `dtype`."""
+    """Allocates an empty `Pipeline` in shared memory, with STAGES tiles [KEYS, D] of `dtype`."""
     tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -312,9 +320,10 @@ def shares_kernel(
     CONVERTED: gl.constexpr,  # for an 8-bit cache the number of converted 16-bit tiles, else 0
     PDL: gl.constexpr,
 ):
-    """Computes the attention of query tile t over the i-th of its CTAs' sets of splits, in CTA (t, i).
+    """Computes the attention of query tile t over some of its splits, in CTA (t, i).
 
-    `split_number` says which splits those are. For the arguments see `_decode_kernel` of portable.py.
+    `split_number` returns the indices of the splits of the i-th CTA. For the arguments see `_decode_kernel` of
+    portable.py.
     """
     DTYPE: gl.constexpr = tokens.qkv.dtype.element_ty
     NARROW: gl.constexpr = CONVERTED > 0
