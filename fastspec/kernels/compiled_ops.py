@@ -1,4 +1,4 @@
-"""Ops for models whose forward pass torch.compile compiles as one graph, and `PerShape`, which compiles per shape.
+"""Ops for models whose forward pass torch.compile compiles as one graph; `PerShape` compiles a function per shape.
 
 Norms, activations, matrix products and the argmax of logits are the torch definitions of `reference`. The compiler
 fuses the operations around a matrix product, and calls cuBLAS for the product. Attention is one kernel, registered as
@@ -42,9 +42,9 @@ class Work:
     """Scratch memory for the attention kernels of one model. Without kernels all tensors are empty.
 
     Attributes:
-        split_keys: number of keys of one split of split-K decoding.
-        counters: int32, zero between launches: splits of a tile that have ended.
-        partials: fp32 partial sums of the splits.
+        split_keys: number of keys that one CTA reads, if the keys of a row are divided between CTAs (split-KV).
+        counters: int32, zero between launches: for each query tile, the number of CTAs that have finished.
+        partials: fp32, partial results of these CTAs.
     """
 
     split_keys: int
@@ -72,14 +72,18 @@ def attend_op(
 ) -> Tensor:
     """Computes a layer's attention over its paged KV cache, as a torch op with the results of `reference.attend`.
 
-    `AttendCall.num_blocks` is no argument, because torch.compile would keep it as a constant of the graph. On CUDA a
-    launch covers the whole block table, and the kernels read the newest position. On other devices this function reads
-    it from `positions`.
+    `AttendCall.num_blocks` is not an argument, because torch.compile would keep it as a constant of the graph. On CUDA
+    a launch covers the whole block table, and the kernels read the newest position from `positions`. On other devices
+    this function reads the newest position.
 
     Args:
-        sizes: number of query heads, window in tokens (0: none), and `Work.split_keys`.
-        factors: scale of scores, softcap (0: none), and epsilon of the norms of query and key heads.
+        sizes: number of query heads, window in tokens (0: no window), and `Work.split_keys`.
+        factors: scale of scores, softcap (0: no softcap), and epsilon of the norms of query and key heads.
+        q_norm, k_norm: weights of these norms. None: heads are not normed.
         others: see the attributes of `AttendCall` and of `Work` with these names.
+
+    Returns:
+        [B, Q, H * D].
     """
     (num_heads, window, split_keys), (scale, softcap, eps) = sizes, factors
     on_cuda = qkv.device.type == "cuda"
@@ -106,7 +110,7 @@ def _attend_shape(qkv: Tensor, *tensors: Any) -> Tensor:
 
 
 class CompiledOps(Ops):
-    """Ops in plain torch for forward passes that torch.compile compiles. All other ops are those of `outside`.
+    """Ops in plain torch for forward passes that torch.compile compiles. `outside` provides all other ops.
 
     Weights stay row-major. A matrix product is one library call for any number of rows, so its bits depend on that
     number. These ops therefore require exact=False.
@@ -136,9 +140,14 @@ class CompiledOps(Ops):
     @staticmethod
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
-        """Calls `attend_op`, which finds the number of key blocks itself.
+        """Computes a layer's attention as `Ops.attend`, by the custom torch op `attend_op`.
 
-        `call.kv_scales` is not read: the generator's settings refuse an 8-bit KV cache with these ops.
+        `call.num_blocks` is not read, because `attend_op` finds the number of key blocks itself. `call.kv_scales` is
+        not read, because the generator's settings refuse an 8-bit KV cache with these ops.
+
+        Args:
+            call: tensors and options of the attention.
+            work: the `Work` that `workspace` returned.
         """
         q_norm, k_norm, eps = (None, None, 0.0) if call.norms is None else call.norms
         sizes = [call.num_heads, call.rule.window or 0, work.split_keys]
@@ -151,15 +160,15 @@ class CompiledOps(Ops):
 
 
 class PerShape:
-    """Compiles a function of an object and tensors with torch.compile: one graph for each set of shapes and strides.
+    """Compiles a function with torch.compile: one graph for each set of shapes and strides of its tensor arguments.
 
     The first call with new shapes compiles, which takes seconds to minutes. Later calls with these shapes run the
-    compiled graph. Contents and addresses of tensors do not matter. Torch's limit of recompilations applies to each set
+    compiled graph, for any contents and addresses of the tensors. Torch's limit of recompilations applies to each set
     of shapes separately.
 
     Args:
-        function: the function to compile. Its first argument is the object, whose attributes it may read. A graph break
-            in it is an error.
+        function: the function to compile. Its first argument is an object whose attributes it may read. The others are
+            tensors and integers. A graph break in it is an error.
         backend: backend of torch.compile.
     """
 
@@ -169,7 +178,10 @@ class PerShape:
         self._compiled: dict[Hashable, Callable[..., Tensor]] = {}
 
     def __call__(self, owner: object, *args: Tensor | int) -> Tensor:
-        """Calls the function with the object `owner` and `args`. Integers in `args` are constants of the graph."""
+        """Returns the function's result for the object `owner` and `args`. Compiles it first for new shapes.
+
+        Integers in `args` are constants of the graph, so each value has its own graph.
+        """
         key = tuple((arg.shape, arg.stride()) if isinstance(arg, Tensor) else arg for arg in args)
         if key not in self._compiled:
             own = _with_own_code(self._function)
@@ -180,7 +192,7 @@ class PerShape:
 def _with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Returns a copy of a function with its own code object, because torch.compile caches graphs per code object.
 
-    With one code object for all, the graphs of all shapes and models would count against one limit of recompilations.
+    With one shared code object, the graphs of all shapes and models would count against one limit of recompilations.
     Every call would also check the guards of these graphs one after the other.
     """
     assert isinstance(function, FunctionType), "only functions have code"

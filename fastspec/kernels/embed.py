@@ -25,7 +25,10 @@ BLOCK, NUM_WARPS = 1024, 4  # columns per CTA: a thread copies 16 bytes
 
 @triton.jit
 def place_of(token, column, width, PACKED: tl.constexpr):
-    """Returns the offsets (int64) of elements [token, column] of a table [V, width]. PACKED: see packing.py."""
+    """Returns the offsets (int64) of elements [token, column] of an embedding table [V, width].
+
+    PACKED: True if the table has the packed layout of packing.py, False if it is row-major.
+    """
     if PACKED:
         at = token // 16 * 16 * width + token % 16 * 32 + column // 32 * 512 + column % 32
     else:
@@ -35,9 +38,9 @@ def place_of(token, column, width, PACKED: tl.constexpr):
 
 @triton.jit
 def _copy_row(weight_ptr, out_ptr, token, out_row, rows, width, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """Copies BLOCK columns of row `token` of a table [rows, width] to row `out_row` of the output.
+    """Copies BLOCK columns of row `token` of an embedding table [rows, width] to row `out_row` of the output.
 
-    The first column is program_id(1) * BLOCK. `token` is clamped to the table.
+    The first column is program_id(1) * BLOCK. `token` is clamped to 0 .. rows - 1. PACKED: see `place_of`.
     """
     token = tl.minimum(tl.maximum(token, 0), rows - 1).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -80,7 +83,10 @@ def _embed_codes_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Dequantises BLOCK columns of one token's row of a quantised table [rows, K]. See `code_values` for constants."""
+    """Dequantises BLOCK columns of one token's row of a quantised embedding table [rows, K], and writes them.
+
+    For `source` and the constants K, FORM, GROUP, PAIRS and LOWER see `code_values`.
+    """
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -96,7 +102,7 @@ def embed(weight: Weight, ids: Tensor) -> Tensor:
     """Returns the rows [..., H] of an embedding table at token ids [...], as `Ops.embed`, with a Triton kernel.
 
     Raises:
-        ValueError: a shape, dtype or layout other than in the table above.
+        ValueError: a shape, dtype or layout differs from the table at the top of this file.
     """
     rows, width = weight.shape
     if not weight.data.is_contiguous():

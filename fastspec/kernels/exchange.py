@@ -9,7 +9,7 @@ Each rank writes directly into the receive buffers of the others. Their memory i
 
 | argument | shape, dtype                                | notes                                                    |
 |----------|---------------------------------------------|----------------------------------------------------------|
-| x        | [M, N] fp32                                 | contiguous, at most `Room.elements` in all               |
+| x        | [M, N] fp32                                 | contiguous, at most `Room.elements` elements             |
 |          | [PARTS, M, N] fp32, `exchange_added` only   | split-K partial sums, added first as a tree; PARTS 1, 2, 4 |
 | keys     | [R] uint64, `exchange_largest` only         | contiguous; a key counts as two elements                 |
 | residual | [M, N] bf16, fp16 or fp32                   | None: out is the sum, in fp32                            |
@@ -19,7 +19,7 @@ Every rank adds the addends of all ranks as one binary tree, neighbours first. S
 
 Elements arrive without flags (the Lamport all-reduce of TensorRT-LLM). An element of a receive buffer to which nothing
 was sent holds EMPTY, a NaN whose bits are never sent. A reader polls the element until it holds another value, and then
-sets it to EMPTY again. So no side waits for a flag. The address of an element depends only on its index in the tensor.
+sets it to EMPTY again. So no rank waits for a flag. The address of an element depends only on its index in the tensor.
 
 A tensor is exchanged in blocks of BLOCK elements. A receive buffer has two halves, which successive exchanges of a
 block use in turn. Rank A writes to the same half of rank B again two exchanges later. By then A has received B's data
@@ -47,14 +47,18 @@ NUM_WARPS = 4
 def exchange_added(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, room: Room, least: int | None = None
 ) -> Tensor:
-    """All-reduces x: round(residual + (sum over ranks of x [+ bias])). Without a residual: the sum, in fp32.
+    """All-reduces x: adds it over all ranks, then adds bias and residual.
 
     Args:
         x: fp32 [M, N], or [parts, M, N] with 1, 2 or 4 split-K partial sums, which are added as a tree.
-        bias: [N], or None.
-        residual: [M, N], or None.
+        bias: [N]. None: no bias is added.
+        residual: [M, N]. None: no residual is added.
         room: receive buffers of the ranks.
-        least: number of elements from which a sum with a 16-bit residual is two-shot. None: TWO_SHOT of these ranks.
+        least: smallest number of elements of a two-shot sum, if the residual has 16 bits. Smaller sums are one-shot.
+            None: TWO_SHOT for this number of ranks.
+
+    Returns:
+        [M, N], round(residual + (sum over ranks of x [+ bias])) in the residual's dtype. Without a residual, fp32.
 
     Raises:
         ValueError: x is not contiguous fp32, or is larger than the room.
@@ -95,10 +99,11 @@ def exchange_largest(keys: Tensor, width: int, room: Room, out: Tensor) -> None:
     """Computes the argmax of logits rows whose vocabulary is divided between ranks.
 
     Args:
-        keys: uint64 [R]: for each row the largest logit of this rank with its id, see `reference.keys_of`.
+        keys: uint64 [R], a key for each row: the largest logit of this rank joined with its id, see
+            `reference.keys_of`.
         width: number of vocabulary ids that each rank has.
         room: receive buffers of the ranks.
-        out: int64 [R], any stride; gets each row's id in the whole vocabulary.
+        out: output, int64 [R] with any stride: each row's argmax, an id in the whole vocabulary.
 
     Raises:
         ValueError: keys are not contiguous uint64, or do not fit in the room.

@@ -2,10 +2,12 @@
 
 Arguments that most functions have:
 
-- `at`: offsets of elements in the tensor, and also in one rank's half of a receive buffer; `there`: mask of valid ones
-- `own`: this rank's values of these elements, fp32
-- `room`: (`Room.buffers`, `Room.turns`); `elements`: `Room.elements`; `limit`: `LIMIT`, in nanoseconds
-- `mine`: address in this rank's receive buffers, in the half of this exchange, where elements of rank 0 arrive
+- `at`: offsets of elements in the tensor. The same offsets are used in the part of a receive buffer for one sender.
+- `there`: True for valid offsets in `at`.
+- `own`: this rank's values of these elements, fp32.
+- `room`: (`Room.buffers`, `Room.turns`). `elements`: `Room.elements`. `limit`: `LIMIT`, in nanoseconds.
+- `mine`: address in this rank's receive buffer where the elements of rank 0 arrive in this exchange.
+- RANK: index of this rank. SIZE: number of ranks. BLOCK: elements per CTA. PARTS: number of split-K partial sums of x.
 """
 
 # mypy: disable-error-code="assignment, misc"
@@ -26,9 +28,9 @@ _OTHER_NAN, _OTHER_NAN_16 = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7FFF)
 
 @triton.jit
 def _lying(buffers_ptr, rank, dtype: tl.constexpr):
-    """Returns the address of a rank's receive buffers, as a pointer to `dtype`.
+    """Returns the address of a rank's receive buffer, as a pointer to `dtype`. buffers_ptr: see `Room.buffers`.
 
-    It is a multiple of 16 bytes, so the compiler moves 16 bytes at once.
+    The address is a multiple of 16 bytes, so the compiler moves 16 bytes at once.
     """
     return tl.multiple_of(tl.load(buffers_ptr + rank).to(tl.pointer_type(dtype)), 16)
 
@@ -55,7 +57,7 @@ def _stop_after(start, limit):
 
 @triton.jit
 def _to_push(value):
-    """Returns the bits of 4- or 2-byte floats, to be sent. A NaN with the bits of EMPTY gets those of another NaN."""
+    """Returns the bits of 4- or 2-byte floats as integers, which are sent. The bits of EMPTY become another NaN."""
     if value.dtype.primitive_bitwidth == 32:
         bits = value.to(tl.int32, bitcast=True)
         return tl.where(bits == _EMPTY, _OTHER_NAN, bits)
@@ -66,15 +68,16 @@ def _to_push(value):
 
 @triton.jit
 def _empty(place):
-    """Returns the bits of EMPTY for elements of the size that the pointers `place` have, 4 or 2 bytes."""
+    """Returns the bits of EMPTY for elements of 4 or 2 bytes, the size of the elements to which `place` points."""
     return _EMPTY if place.dtype.element_ty.primitive_bitwidth == 32 else _EMPTY_16
 
 
 @triton.jit
 def arrived(place, there, limit):
-    """Waits until no element at the addresses `place` is EMPTY, and returns the bits of these elements.
+    """Waits until no element at the addresses `place` is EMPTY. Returns the bits of these elements.
 
-    Sets them to EMPTY again, for the exchange after the next.
+    Then sets the elements to EMPTY, for the exchange after the next one. `there` masks valid addresses. After `limit`
+    nanoseconds of waiting, the device stops with an error.
     """
     start = _now(tl.program_id(0))
     bits = tl.load(place, mask=there, other=0, volatile=True)
@@ -90,11 +93,14 @@ def push(
     value, at, there, room, first, elements,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Sends the elements `value` at offsets `at`, which lie in COUNT blocks from block `first` on, to all other ranks.
+    """Sends the elements `value` at offsets `at` to all other ranks. They lie in COUNT blocks, from block `first` on.
+
+    For the other arguments see the top of this file.
 
     Returns:
-        `mine`: the address where elements of rank 0 arrive here. Those of rank r arrive r * elements further. With
-        COUNT > 1 it is a tensor like `at`, because the blocks may use different halves of the receive buffers.
+        `mine`, the address in this rank's receive buffer where elements of rank 0 arrive. Elements of rank r arrive
+        r * elements further. With COUNT > 1 it is a tensor of addresses like `at`, because the blocks may use
+        different halves of the receive buffer.
     """
     buffers_ptr, turns_ptr = room
     turns = ()
@@ -117,15 +123,15 @@ def push(
 
 @triton.jit
 def _pushed(mine, at, there, elements, limit, rank: tl.constexpr):
-    """Waits for the fp32 elements that rank `rank` sends to this rank, and returns them."""
+    """Waits for the fp32 elements that rank `rank` sends to this rank. Returns them. Arguments: see the file's top."""
     return arrived(mine + rank * elements.to(tl.int64) + at, there, limit).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT: tl.constexpr, RANK: tl.constexpr):
-    """Adds the elements of ranks FIRST .. FIRST + COUNT - 1 as a binary tree. COUNT is 1, 2, 4 or 8.
+    """Returns the sum of the elements of ranks FIRST .. FIRST + COUNT - 1, added as a binary tree.
 
-    Waits for the elements of other ranks.
+    Waits for the elements of other ranks. COUNT is 1, 2, 4 or 8. For the other arguments see the top of this file.
     """
     if COUNT == 1:
         if FIRST == RANK:
@@ -140,7 +146,10 @@ def sum_ranks(own, mine, at, there, elements, limit, FIRST: tl.constexpr, COUNT:
 
 @triton.jit
 def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Adds the split-K partial sums FIRST .. FIRST + COUNT - 1 of x [parts, count] as a tree. COUNT is 1, 2 or 4."""
+    """Returns the sum of x[FIRST] .. x[FIRST + COUNT - 1] at offsets `at`, added as a tree. COUNT is 1, 2 or 4.
+
+    x is [parts, count] with split-K partial sums. `there` masks valid offsets.
+    """
     if COUNT == 1:
         return tl.load(x_ptr + (FIRST * count.to(tl.int64) + at), mask=there, other=0.0)
     else:
@@ -151,9 +160,10 @@ def _sum_parts(x_ptr, at, there, count, FIRST: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr):
-    """Waits for the kernel that writes x. Returns (`at`, `there`, `own`) of this CTA's block of x.
+    """Waits for the kernel that writes x, then loads this CTA's block of x.
 
-    x is fp32 [PARTS, count]; `own` is its sum over PARTS.
+    Returns (offsets of the block's elements, mask of valid offsets, the elements). x is fp32 [PARTS, count]; the
+    elements are its sum over PARTS.
     """
     if PDL:
         gdc_wait()
@@ -164,9 +174,10 @@ def _load_own(x_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.co
 
 @triton.jit
 def _load_addends(bias_ptr, residual_ptr, at, there, width):
-    """Returns bias and residual at `at` in fp32; 0.0 for one that is None.
+    """Returns (bias, residual) of the elements at offsets `at`, in fp32. A pointer that is None gives 0.0.
 
-    They are loaded before the wait for other ranks, on which they do not depend.
+    `there` masks valid offsets. `width` is the length of the bias. Callers load these values before they wait for
+    other ranks, because the values do not depend on other ranks.
     """
     bias, residual = 0.0, 0.0
     if bias_ptr is not None:
@@ -181,7 +192,10 @@ def _one_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block of x over the ranks one-shot: every rank gets and adds the elements of all ranks."""
+    """All-reduces one block of x one-shot: every rank receives and adds the elements of all ranks.
+
+    Then adds bias and residual, if given. For the arguments see the top of this file.
+    """
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
     mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
@@ -195,7 +209,11 @@ def _one_shot_kernel(
 
 @triton.jit
 def _narrow(room_ptr, at, BLOCK: tl.constexpr):
-    """Returns the addresses of this CTA's block as 16-bit elements. It begins at the same byte as in fp32."""
+    """Returns the addresses of this CTA's block as 16-bit elements in a receive buffer.
+
+    The block begins at the same byte as its fp32 elements would. `room_ptr` is the address of one sender's fp32
+    elements, `at` their offsets in the tensor.
+    """
     first = tl.program_id(0) * BLOCK
     return (room_ptr + first).to(tl.pointer_type(tl.int16)) + (at - first)
 
@@ -205,9 +223,10 @@ def _reduce_block(
     own, at, there, bias_ptr, residual_ptr, out_ptr, buffers_ptr, half, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the elements of all ranks, for a block that this rank adds, and sends the 16-bit sum to the others.
+    """Adds the elements of all ranks for one block, with bias and residual. Sends the 16-bit sum to all other ranks.
 
-    `half` is the offset, in elements, of the half of the receive buffers that this exchange uses.
+    `half` is the offset, in elements, of the half of the receive buffers that this exchange uses. For the other
+    arguments see the top of this file.
     """
     bias, residual = _load_addends(bias_ptr, residual_ptr, at, there, width)
     mine = _lying(buffers_ptr, RANK, tl.int32) + half
@@ -228,9 +247,9 @@ def _send_block(
     own, at, there, out_ptr, buffers_ptr, owner, half, elements, limit,
     RANK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sends this rank's elements of a block to `owner`, the rank that adds the block, and receives the sum.
+    """Sends this rank's elements of a block to `owner`, the rank that adds the block. Then receives and stores the sum.
 
-    For `half` see `_reduce_block`.
+    For `half` see `_reduce_block`, for the other arguments the top of this file.
     """
     theirs = _lying(buffers_ptr, owner, tl.int32) + (half + RANK * elements.to(tl.int64))
     tl.store(theirs + at, _to_push(own), mask=there)
@@ -244,7 +263,10 @@ def _two_shot_kernel(
     x_ptr, bias_ptr, residual_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds one block of x over the ranks two-shot: rank (block % SIZE) adds it, and sends the rounded sum to all."""
+    """All-reduces one block of x two-shot: rank (block % SIZE) adds the block, and sends the 16-bit sum to all others.
+
+    For the arguments see the top of this file.
+    """
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     buffers_ptr, turns_ptr = room
     pid = tl.program_id(0)
@@ -267,7 +289,10 @@ def _gather_kernel(
     x_ptr, out_ptr, room, count, width, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """All-gathers one block of x [rows, width]: element [r, c] of rank n becomes [r, n * width + c] of the output."""
+    """All-gathers one block of x [rows, width]: element [r, c] of rank n becomes [r, n * width + c] of the output.
+
+    For the arguments see the top of this file.
+    """
     at, there, own = _load_own(x_ptr, count, BLOCK, PDL, PARTS)
     mine = push(own, at, there, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)
     place = (at // width).to(tl.int64) * (SIZE * width) + at % width
@@ -284,9 +309,10 @@ def _low(value):
 
 @triton.jit
 def _key(low, high, rank: tl.constexpr, width):
-    """Joins the two halves of a rank's key, and changes its id from the rank's ids to the whole vocabulary.
+    """Joins the two 4-byte halves of a rank's key. Converts its id from the rank's part to the whole vocabulary.
 
-    A key holds 2^31 - 1 - id in its lower 31 bits (`reference.keys_of`). Key 0 means that the rank has no id.
+    A key holds 2^31 - 1 - id in its lower 31 bits (`reference.keys_of`). Key 0 means that the rank has no id. `width`
+    is the number of ids of each rank.
     """
     key = (_low(high) << 32) | _low(low)
     return tl.where(key > 0, key - rank * width, 0)
@@ -297,9 +323,10 @@ def _largest_kernel(
     keys_ptr, out_ptr, room, count, width, stride, elements, limit,
     RANK: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Writes, for BLOCK / 2 logits rows, the vocabulary id of the largest key of all ranks.
+    """Writes the vocabulary id of the largest key of all ranks, for each of BLOCK / 2 logits rows.
 
-    A key is sent as two 4-byte elements, low half first. Each rank has `width` ids.
+    A key is sent as two 4-byte elements, low half first. `count` is the number of these elements. Each rank has `width`
+    ids. `stride` is the stride of the output. For the other arguments see the top of this file.
     """
     at, entered, own = _load_own(keys_ptr, count, BLOCK, PDL, PARTS)
     mine = push(own, at, entered, room, tl.program_id(0), elements, RANK, SIZE, BLOCK, 1)

@@ -33,7 +33,7 @@ def fed(
     lengths_ptr,
     finish_ptr,
     drafts_ptr,
-    counts_ptr,  # None: the pass is not the first one of a draft
+    counts_ptr,  # None: this is not a draft model's first pass of a step
     tokens_stride,
     tokens_width,
     drafts_stride,
@@ -42,9 +42,10 @@ def fed(
     vocab,
     num_drafts,
 ):
-    """Returns (id, position, write mask) of token number `query` (a scalar or a block) of a row's pass.
+    """Returns (id, position, write mask) of the tokens with indices `query` among a row's tokens in this pass.
 
-    `in_range` masks valid numbers. For the other arguments see `Ops.feed_rows`.
+    `query` is a scalar or a block; `in_range` masks its valid indices. The write mask is True if K and V of the token
+    are stored. `row` is the index of the row in the batch. For the other arguments see `Ops.feed_rows`.
     """
     length = tl.load(lengths_ptr + row)
     running = tl.load(finish_ptr + row) == 0
@@ -64,9 +65,10 @@ def fed(
 
 @triton.jit
 def count_drafts(row, lengths_ptr, counts_ptr, limit, num_drafts):
-    """Stores the number of draft tokens that the draft model may make for a row, at most `num_drafts`.
+    """Stores at `counts_ptr` the number of draft tokens that the draft model may make for a row, at most `num_drafts`.
 
-    To make the last one it reads position lengths + count - 2, which must lie below `limit`.
+    To make n draft tokens, the draft model stores K and V up to position lengths[row] + n - 2. This position must be
+    below `limit`.
     """
     room = limit - tl.load(lengths_ptr + row) + 1  # computed in this order to stay in 64 bits
     tl.store(counts_ptr + row, tl.minimum(tl.maximum(room, 0), num_drafts))
@@ -175,7 +177,10 @@ def feed_rows(
 def check_feed(
     tokens: Tensor, lengths: Tensor, finish: Tensor, draft_tokens: Tensor, draft_counts: Tensor | None, drafts: int
 ) -> None:
-    """Raises ValueError for layouts that `_feed_kernel` would misread. It reads `drafts` columns of `draft_tokens`."""
+    """Raises ValueError for layouts of tensors that `_feed_kernel` would misread.
+
+    drafts: number of columns of `draft_tokens` that the kernel reads.
+    """
     columns = (lengths, finish) if draft_counts is None else (lengths, finish, draft_counts)
     if tokens.stride(1) != 1 or any(column.stride(0) != 1 for column in columns):
         raise ValueError("the rows of tokens, and lengths, finish and draft_counts, must be contiguous")

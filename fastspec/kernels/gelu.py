@@ -22,7 +22,10 @@ ROOT = tl.constexpr((2 / 3.141592653589793) ** 0.5)
 def _gelu_kernel(
     gate_up_ptr, out_ptr, WIDTH: tl.constexpr, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Computes BLOCK columns of one row of gelu(gate) * up. WIDTH is I."""
+    """Computes BLOCK columns of one row of gelu(gate) * up. WIDTH: number of columns of the result.
+
+    INTERLEAVED: True if 8 columns of the gate and 8 of up alternate. Otherwise all gate columns come first.
+    """
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

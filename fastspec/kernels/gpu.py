@@ -27,7 +27,7 @@ class Gpu:
     """Properties of a device by which the `plan.py` of each kernel family chooses kernels and launch parameters.
 
     Attributes:
-        capability: compute capability of CUDA; (0, 0) for other devices.
+        capability: CUDA compute capability; (0, 0) for other devices.
         sms: number of streaming multiprocessors.
     """
 
@@ -71,9 +71,9 @@ class Gpu:
 
     @property
     def same_bits_from(self) -> int:
-        """Number of tokens from which on prefill passes of any size give a token the same bits.
+        """Smallest number of tokens of a prefill pass in which a token's bits do not depend on the pass's size.
 
-        From this size on, products with packed 16-bit weights add in the same order.
+        In all prefill passes of at least this size, products with packed 16-bit weights add in the same order.
         """
         return SAME_BITS_FROM.get(self.capability, SAME_BITS_ELSEWHERE)
 
@@ -98,7 +98,7 @@ def multiprocessors(device: torch.device) -> int:
 
 @cache
 def shared_memory(device: torch.device) -> int:
-    """Returns the bytes of shared memory that one CTA may have. 0 for other devices, which have no limit."""
+    """Returns the largest number of bytes of shared memory of one CTA. Returns 0 for devices other than CUDA."""
     if device.type != "cuda":
         return 0
     import triton
@@ -109,11 +109,11 @@ def shared_memory(device: torch.device) -> int:
 
 @cache
 def has_pdl(device: torch.device) -> bool:
-    """Returns `Gpu.pdl` of a device. Cached, because every launch calls it."""
+    """True if kernels of a device support programmatic dependent launch: `Gpu.pdl`, cached for every launch."""
     return generation_of(device).pdl
 
 
 @cache
 def has_warp_groups(device: torch.device) -> bool:
-    """Returns `Gpu.hopper` of a device. Cached, because every launch calls it."""
+    """True if kernels of a device may use wgmma and TMA: `Gpu.hopper`, cached for every launch."""
     return generation_of(device).hopper

@@ -7,7 +7,8 @@
 | x        | [B, Q, K] bf16, fp16 or fp32          | contiguous, K up to `norm.MAX_WIDTH`                        |
 | norms    | two of [K], x's dtype or fp32         | contiguous, same dtype; weights for the embedding and for x |
 
-One launch replaces four. A CTA norms one embedding or one row of x, with the same bits as norm.py.
+One launch replaces four: lookup of embeddings, two norms, and concatenation. A CTA norms one embedding or one row of x,
+with the same bits as norm.py.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def _joined_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norms one token's embedding (program_id(1) is 0) or its row of x (1), into its half of the output row.
+    """Writes one half of a token's output row: the RMSNorm of its embedding, or the RMSNorm of its row of x.
 
-    X_FIRST: x is the first half of the row. ROUND_FIRST: see `normed_row`.
+    If program_id(1) is 0, this is the embedding; if it is 1, the row of x. X_FIRST: True if the norm of x is the first
+    half. PACKED: see `embed.place_of`. ROUND_FIRST: see `norm.normed_row`.
     """
     if PDL:
         # wait first, as in `embed`, because a pass begins with this kernel
@@ -72,13 +74,14 @@ def _joined_kernel(
 def joined_norms(
     table: Weight, ids: Tensor, x: Tensor, norms: tuple[Tensor, Tensor], eps: float, *, x_first: bool = False
 ) -> Tensor:
-    """Concatenates the normed embeddings of ids and normed x, as `Ops.joined_norms`, with a Triton kernel.
+    """Concatenates RMSNorms of the embeddings of ids and of x, as `Ops.joined_norms`, with a Triton kernel.
 
     Args:
-        table, ids, x, norms, eps, x_first: see `Ops.joined_norms`; the table is not quantised.
+        table: embedding table, not quantised.
+        ids, x, norms, eps, x_first: see `Ops.joined_norms`.
 
     Raises:
-        ValueError: a shape, dtype or layout other than in the table above.
+        ValueError: a shape, dtype or layout differs from the table at the top of this file.
     """
     rows, width = table.shape
     if table.codes is not None or table.dtype != x.dtype or not table.data.is_contiguous() or width > MAX_WIDTH:

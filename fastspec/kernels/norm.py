@@ -25,7 +25,10 @@ ELEMENTS = 512  # elements of a row per warp, with at most 16 warps
 
 @triton.jit
 def weight_of(weight_ptr, at, inside):
-    """Loads a norm's weight in fp32. No kernel writes it, so callers load it before they wait for the last kernel."""
+    """Loads a norm's weight at offsets `at` in fp32. `inside` masks valid offsets.
+
+    No kernel writes the weight, so callers load it before they wait for the previous kernel.
+    """
     return tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -33,8 +36,8 @@ def weight_of(weight_ptr, at, inside):
 def normed_row(x, weight, width, eps, ROUND_FIRST: tl.constexpr, DTYPE: tl.constexpr):
     """Computes RMSNorm of a row in fp32. The caller rounds the result to the output's dtype.
 
-    `x` has zeros beyond `width`. `weight` is the result of `weight_of`. ROUND_FIRST: the row is rounded to DTYPE before
-    it is multiplied by the weight.
+    `x` is the row in fp32, with zeros beyond its `width` elements. `weight` is the result of `weight_of`.
+    ROUND_FIRST: True to round the row to DTYPE before it is multiplied by the weight.
     """
     normed = x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=0) / width + eps))
     if ROUND_FIRST:
@@ -56,7 +59,10 @@ def _norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Norms one row of x [rows, width]. CENTRED: LayerNorm instead of RMSNorm. ROUND_FIRST: see `normed_row`."""
+    """Writes the norm of one row of x [rows, width]. CENTRED: True for LayerNorm, False for RMSNorm.
+
+    BIAS: True if `bias_ptr` is added to the result. ROUND_FIRST: see `normed_row`.
+    """
     if PDL:
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width
@@ -88,7 +94,10 @@ def _add_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes sum = x + norm(added), and out = next_norm(sum) if there is a next weight, of one row."""
+    """Computes sum = x + norm(added) of one row, and out = next_norm(sum). Without `next_ptr`, `out` is not written.
+
+    ROUND_FIRST: see `normed_row`.
+    """
     if PDL:
         gdc_launch_dependents()
     start = tl.program_id(0).to(tl.int64) * width
@@ -120,7 +129,7 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
         x, weight, eps, bias, centred: see `Ops.norm`.
 
     Raises:
-        ValueError: a shape, dtype or layout other than in the table above.
+        ValueError: a shape, dtype or layout differs from the table at the top of this file.
     """
     width, x = x.shape[-1], x.contiguous()  # the last of several positions is a view with strides
     if not 0 < width <= MAX_WIDTH or weight.shape != (width,) or not weight.is_contiguous():
@@ -153,13 +162,17 @@ def norm(x: Tensor, weight: Tensor, eps: float, *, bias: Tensor | None = None, c
 def add_norm(
     added: Tensor, x: Tensor, weight: Tensor, next_weight: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns sum = x + norm(added), and next_norm(sum) if there is a next weight, as `Ops.add_norm`, in one launch.
+    """Computes sum = x + norm(added), and the next norm of the sum, as `Ops.add_norm`, with one Triton kernel.
 
     Args:
         added, x, weight, next_weight, eps: see `Ops.add_norm`.
 
+    Returns:
+        The sum, and its norm with `next_weight`. The norm is None if `next_weight` is None.
+
     Raises:
-        ValueError: a shape, dtype or layout other than in the table above, or tensors that do not fit each other.
+        ValueError: a shape, dtype or layout differs from the table at the top of this file, or tensors do not fit each
+            other.
     """
     width, added, x = x.shape[-1], added.contiguous(), x.contiguous()
     if not 0 < width <= MAX_WIDTH or weight.shape != (width,) or added.shape != x.shape or added.dtype != x.dtype:

@@ -79,7 +79,13 @@ class Ops:
 
     @staticmethod
     def weight_format(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Format:
-        """Returns the format in which `linear`, `argmax` and `embed` read a weight of this shape (N, K)."""
+        """Returns the layout in which `linear`, `argmax` and `embed` read a weight that is not quantised.
+
+        Args:
+            shape: (N, K).
+            dtype: dtype of the weight.
+            device: device of the weight.
+        """
         return "rows"
 
     @staticmethod
@@ -100,16 +106,16 @@ class Ops:
     def keeps_experts(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
         """True if `experts` can read quantised expert matrices (N, K) of this kind, with activations of `dtype`.
 
-        Otherwise they are dequantised while they are loaded.
+        Otherwise these matrices are dequantised while they are loaded.
         """
         return False
 
     @staticmethod
     def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
-        """True if an MoE layer's shared expert is stored as one more routed expert, its gate as a row of the router.
+        """True if an MoE layer's shared expert can be stored as one more routed expert.
 
-        This is done only if shared and routed experts have the same intermediate size. The router is then row-major.
-        Otherwise the shared expert is a separate MLP.
+        It also needs the intermediate size of the routed experts. Its gate is then a row of the router, which is
+        row-major. Otherwise the shared expert is a separate MLP.
 
         Args:
             dtype: dtype of activations.
@@ -121,7 +127,7 @@ class Ops:
     def workspace(
         self, device: torch.device, batch: int, max_queries: int, max_positions: int, heads: tuple[int, int, int]
     ) -> Any:
-        """Allocates the scratch memory `work` of `attend` and `argmax` for one model. None for torch, which needs none.
+        """Allocates the argument `work` of `attend` and `argmax`, scratch memory for one model. None if not needed.
 
         Args:
             device: device of the model.
@@ -139,12 +145,12 @@ class Ops:
 
     @staticmethod
     def commit_scratch(batch: int, max_drafts: int, device: torch.device) -> Any:
-        """Allocates the scratch memory `scratch` of `verify_commit`, `sampled_commit` and `commit`. None for torch."""
+        """Allocates the argument `scratch` of `verify_commit`, `sampled_commit` and `commit`. None if not needed."""
         return None
 
     @staticmethod
     def sampled_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Allocates the scratch memory `work` of `sampled_commit` and `sampled_draw`. None for torch."""
+        """Allocates the argument `work` of `sampled_commit` and `sampled_draw`, scratch memory. None if not needed."""
         return None
 
     @staticmethod
@@ -154,7 +160,7 @@ class Ops:
 
     @staticmethod
     def record_work(batch: int, max_drafts: int, vocab: int, device: torch.device) -> Any:
-        """Allocates `Record.work`, the scratch memory for recording log-probabilities. None for torch."""
+        """Allocates `Record.work`, scratch memory for recording log-probabilities. None if not needed."""
         return None
 
     @staticmethod
@@ -164,9 +170,12 @@ class Ops:
 
     @staticmethod
     def compiling(executor: Executor | None = None) -> AbstractContextManager[None]:
-        """Returns a context in which calls of ops compile their kernels, by `executor`, and compute nothing.
+        """Returns a context in which calls of ops only compile their kernels, and compute nothing.
 
-        For torch, which has no kernels to compile, the context does nothing, and ops compute as usual.
+        Ops in torch have no kernels to compile. For them the context does nothing, and ops compute as usual.
+
+        Args:
+            executor: runs the compilations. None: threads of this process run them.
         """
         return nullcontext()
 
@@ -174,8 +183,8 @@ class Ops:
     def compiling_behind(*, early: bool = False) -> AbstractContextManager[Callable[[], bool] | None]:
         """Returns a context, used inside `compiling()`, whose kernels are compiled in the background.
 
-        The end of `compiling()` does not wait for them. The context yields a function that returns True if any of them
-        was not in the disk cache. It yields None if it cannot compile in the background.
+        The end of `compiling()` does not wait for these kernels. The context yields a function, which returns True if
+        any of these kernels was not in the disk cache. It yields None if it cannot compile in the background.
 
         Args:
             early: True to compile these kernels at the same time as those of `compiling()`, False to compile them after
@@ -185,11 +194,11 @@ class Ops:
 
     @staticmethod
     def is_brief() -> bool:
-        """True if a pass may skip layers that use the same kernels as earlier ones: in `compiling()` and warm-ups."""
+        """True if a pass may skip layers that use the same kernels as earlier layers: in `compiling()` and warm-ups."""
         return False
 
     def store(self, rows: Tensor, gated: bool) -> Weight:
-        """Makes a `Weight` of a matrix [N, K] in the format that `weight_format` names.
+        """Makes a `Weight` of a matrix [N, K], in the layout that `weight_format` returns.
 
         Args:
             rows: [N, K].

@@ -28,13 +28,14 @@ _PIECE = 2 * 2**20  # bytes: the driver allocates memory in multiples of this
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Receive buffers of the ranks of a host, which every rank can write.
+    """Receive buffers of the ranks of a host. Every rank can write to all of them.
 
     Attributes:
-        rank, size: number of this rank, and number of ranks.
+        rank: index of this rank.
+        size: number of ranks.
         elements: largest number of 4-byte elements of an exchanged tensor.
-        buffers: int64 [size], the address of each rank's buffer: fp32 [2, size, elements], by half, sending rank and
-            element. All elements are EMPTY at first.
+        buffers: int64 [size], the address of each rank's buffer. A buffer is fp32 [2, size, elements]: two halves, each
+            with `elements` from every sending rank. All elements are EMPTY at first.
         turns: int32 [blocks], zeros at first. For each block of BLOCK elements, the half (0 or 1) that this rank uses
             in its next exchange.
         held: objects that own the memory, kept alive.
@@ -49,7 +50,7 @@ class Room:
 
 
 def blocks_of(elements: int) -> int:
-    """Returns the number of blocks of BLOCK elements into which a tensor of `elements` is divided."""
+    """Returns the number of blocks of BLOCK elements into which a tensor of `elements` elements is divided."""
     return -(-elements // BLOCK)
 
 
@@ -57,19 +58,22 @@ def takes_prompts(prompts: int) -> bool:
     """True if prefill passes all-reduce through a `Room` instead of NCCL.
 
     Args:
-        prompts: 4-byte elements of the largest all-reduced tensor of a prefill pass.
+        prompts: number of 4-byte elements of the largest tensor that a prefill pass all-reduces.
     """
     return 0 < prompts <= MAX_ELEMENTS
 
 
 def elements_of(step: int, prompts: int) -> int:
-    """Returns `Room.elements`, in whole blocks. For the arguments see `room_bytes`."""
+    """Returns the value for `Room.elements`, rounded up to whole blocks. For the arguments see `room_bytes`."""
     largest = max(step, prompts if takes_prompts(prompts) else 0)
     return blocks_of(min(largest, MAX_ELEMENTS)) * BLOCK
 
 
 def buffer_bytes(size: int, elements: int) -> int:
-    """Returns the bytes of one rank's buffer, rounded up to the driver's unit of allocation. Arguments: see `Room`."""
+    """Returns the bytes of one rank's receive buffer, rounded up to the driver's unit of allocation.
+
+    For `size` and `elements` see `Room`.
+    """
     return -(-2 * size * elements * 4 // _PIECE) * _PIECE
 
 
@@ -78,7 +82,7 @@ def room_bytes(size: int, step: int, prompts: int) -> int:
 
     Args:
         size: number of ranks. A single rank needs no memory.
-        step: 4-byte elements of the largest exchanged tensor of a decoding step.
-        prompts: 4-byte elements of the largest all-reduced tensor of a prefill pass.
+        step: number of 4-byte elements of the largest tensor that a decoding step exchanges.
+        prompts: number of 4-byte elements of the largest tensor that a prefill pass all-reduces.
     """
     return 0 if size == 1 else buffer_bytes(size, elements_of(step, prompts))

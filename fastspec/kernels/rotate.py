@@ -52,10 +52,10 @@ def _rotate_kernel(
 
 @triton.jit
 def _rotate_head(at, cos, sin, to, half, inside, DIM: tl.constexpr):
-    """Rotates the DIM elements of a head from address `at` to address `to`.
+    """Reads the DIM elements of a head at address `at`, rotates them, and writes them to address `to`.
 
-    Each product is rounded to the dtype of `to`, and so is their sum. `half` are offsets in half a head, masked by
-    `inside`.
+    Each product is rounded to the dtype of `to`, and so is the sum of the products. `cos` and `sin` are the addresses
+    of the token's DIM factors. `half` are offsets in half a head; `inside` masks valid ones.
     """
     HALF: tl.constexpr = DIM // 2
     kind: tl.constexpr = to.dtype.element_ty
@@ -78,7 +78,7 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tens
         q, k, cos, sin: see `Ops.rotate`.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit each other.
+        ValueError: shapes or dtypes do not fit each other.
     """
     batch, heads, tokens, dim = q.shape
     kv_heads = k.shape[1]

@@ -1,4 +1,4 @@
-"""Quantises a matrix and packs its codes in one launch, with the bits of `common.rounding.pack_rounded`.
+"""Quantises a matrix and packs its codes in one launch, with the same bits as `common.rounding.pack_rounded`.
 
 | argument | shape, dtype                | notes                                                              |
 |----------|-----------------------------|--------------------------------------------------------------------|
@@ -6,7 +6,7 @@
 | halves   | int16 [N/16, K/C, 16, 32]   | output: packed codes, see code_packing.py; C is 64, for int4 128   |
 | scales   | fp32 [N, K / group]         | output: for fp8 and int8 a group is a whole row                    |
 | part     | integer                     | number of gate rows of a gated matrix; N of any other matrix       |
-| height   | integer                     | rows of a 16-row tile of `halves` that are gate rows: 8; else 16   |
+| height   | integer                     | rows of one part in a 16-row tile of `halves`: 8 if gated, else 16 |
 | chunks   | integer                     | K/C                                                                |
 
 For int4 a CTA keeps its groups in registers. For fp8 and int8 a CTA reads its rows three times, once from DRAM and then
@@ -35,7 +35,10 @@ ROWS, COLUMNS = 2, 1024  # for `round_rows_kernel`: rows of a CTA, and values of
 
 @triton.jit
 def _short(scales):
-    """Rounds to nearest even, to eight bits of mantissa, but never to 0. The same as `rounding.short`."""
+    """Rounds fp32 scales to eight bits of mantissa, to nearest even. Results are at least LEAST, so never 0.
+
+    Gives the same bits as `rounding.short`.
+    """
     bits = scales.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     return tl.maximum(bits.to(tl.float32, bitcast=True), LEAST)
@@ -43,7 +46,10 @@ def _short(scales):
 
 @triton.jit
 def _shrunk(top, tried):
-    """Returns the scale number `tried` to try for basic scales `top`: top * SHRINK[tried], rounded as in `rounding`."""
+    """Returns candidate scales: top * SHRINK[tried], rounded to the same bits as in rounding.py.
+
+    `top` are basic scales: the largest magnitude of each group over the largest value that a code can hold.
+    """
     none = tl.zeros_like(top)
     return _short(top * tl.div_rn(none + (40 - tried), none + 40.0))
 
@@ -74,9 +80,9 @@ def _nearest(quotient, FORM: tl.constexpr):
 
 @triton.jit
 def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
-    """Returns the squared rounding error of each x / scale, int32, as a whole number of 1 / STEPS.
+    """Returns the squared rounding errors of x / scale, int32 [n, m], in units of 1 / STEPS.
 
-    x is [n, m], scales [n].
+    x is [n, m]. scales are [n], one for each row of x.
     """
     quotient = x * tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None]
     apart = _nearest(quotient, FORM) - quotient
@@ -86,9 +92,9 @@ def _squares(x, scales, FORM: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _errors(squares, scales, top):
-    """Returns the errors by which scales are compared: sums of `_squares`, times (scale / top)^2.
+    """Returns the errors by which candidate scales are compared: squares * (scale / top)^2, fp32.
 
-    `top` is the basic scale of the group.
+    `squares` are sums of the results of `_squares`. `scales` are the candidates. `top` are the basic scales.
     """
     share = tl.div_rn(scales, tl.maximum(top, LEAST))
     return squares.to(tl.float32) * (share * share)
@@ -98,7 +104,7 @@ def _errors(squares, scales, top):
 def _bits(quotient, FORM: tl.constexpr):
     """Returns the codes nearest to quotients (value / scale), int32, as `_packed` reads them.
 
-    fp8 and int8: bit 7 is the sign, bits 0..6 are the magnitude. int4: the number plus 8.
+    In fp8 and int8, bit 7 is the sign, and bits 0..6 are the magnitude. An int4 code is the number plus 8.
     """
     value = _nearest(quotient, FORM)
     if FORM == "fp8":
@@ -114,7 +120,7 @@ def _bits(quotient, FORM: tl.constexpr):
 
 @triton.jit
 def _packed(codes, FORM: tl.constexpr):
-    """Packs codes [n, c, 32] into int16 [n, 32], c codes in one, in the layout of `code_packing.FIELDS`."""
+    """Packs codes [n, c, 32] into int16 [n, 32]: c codes in each int16, in the layout of `code_packing.FIELDS`."""
     i = tl.arange(0, codes.shape[1])[None, :, None]
     sign, size = codes & 0x80, codes & 0x7F
     if FORM == "fp8":
@@ -128,10 +134,10 @@ def _packed(codes, FORM: tl.constexpr):
 
 @triton.jit
 def _store(halves_ptr, halves, part, height, chunks, row, chunk, there, NARROW: tl.constexpr):
-    """Stores packed codes `halves` [n, 32]: those of chunk number `chunk` [n] of row number `row` [n] of the matrix.
+    """Stores packed codes `halves` [n, 32]. halves[i] are the codes of chunk chunk[i] in row row[i] of the matrix.
 
-    `there` [n] masks valid rows and chunks. NARROW: each group of 32 values has its own scale, so lanes are permuted
-    (code_packing.py). For `part`, `height` and `chunks` see the table at the top of the file.
+    `row` and `chunk` are indices; `there` [n] masks valid ones. NARROW: True for int4 with groups of 32 values, whose
+    columns are in another order (code_packing.py). For `part`, `height` and `chunks` see the top of this file.
     """
     inner = row % part
     tile, line = inner // height, row // part * height + inner % height
@@ -159,7 +165,7 @@ def round_groups_kernel(
 ):
     """Quantises CHUNKS adjacent chunks of 128 values to int4, with one scale for each group of GROUP values.
 
-    STEPS: see `rounding.STEPS`. INVERSE: 1 / the largest number of a code.
+    STEPS: see `rounding.STEPS`. INVERSE: 1 / `rounding.LARGEST`. For the other arguments see the top of this file.
     """
     GROUPS: tl.constexpr = CHUNKS * 128 // GROUP
     first = tl.program_id(0) * CHUNKS
@@ -198,9 +204,9 @@ def round_rows_kernel(
     STEPS: tl.constexpr,
     INVERSE: tl.constexpr,
 ):
-    """Quantises ROWS rows to fp8 or int8, with one scale each. Reads COLUMNS values of each row at a time.
+    """Quantises ROWS rows to fp8 or int8 (FORM), with one scale for each row. Reads COLUMNS values of a row at a time.
 
-    STEPS: see `rounding.STEPS`. INVERSE: 1 / the largest number of a code.
+    STEPS: see `rounding.STEPS`. INVERSE: 1 / `rounding.LARGEST`. For the other arguments see the top of this file.
     """
     size = chunks * 64
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

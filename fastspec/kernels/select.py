@@ -27,12 +27,13 @@ def ops_for(device: torch.device) -> Ops:
 
 
 def compilers(rank: int, ranks: int) -> AbstractContextManager[Executor | None]:
-    """Returns a context that yields the executor that compiles Triton kernels. Yields None without Triton.
+    """Returns a context that yields an executor for compiling Triton kernels. It yields None without Triton.
 
-    If Triton's disk cache is empty, the compiling processes start at once, not with the first kernel.
+    If Triton's disk cache is empty, the compiling processes start at once. Otherwise they start with the first kernel
+    that is not in the cache.
 
     Args:
-        rank: number of this rank.
+        rank: index of this rank.
         ranks: number of ranks on this machine, which share the compilations.
     """
     if find_spec("triton") is None:

@@ -63,11 +63,12 @@ DECODE_ROWS = 64  # largest number of rows of a matrix product in a decoding ste
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch memory of `attend` and `argmax` for one model. Every kernel sets it back to its first state at its end.
+    """Scratch memory of the ops `attend` and `argmax` for one model.
 
     Attributes:
         attend: scratch memory of `attend`.
-        argmax: int64 zeros for `argmax`: for each logits row its largest logit so far with its id, then one counter.
+        argmax: int64, zeros between launches. For each logits row, the key (`reference.keys_of`) of the largest logit
+            so far. The last element is a counter.
     """
 
     attend: AttendWork
@@ -75,7 +76,7 @@ class Workspace:
 
 
 class TritonOps(Ops):
-    """Ops that run Triton kernels. Those without a kernel are inherited, in torch. `Ops` defines all signatures."""
+    """Ops that run Triton kernels. Ops without a kernel are inherited from `Ops`, which defines all signatures."""
 
     name = "triton"
     logit_words = 0
@@ -264,9 +265,10 @@ class TritonOps(Ops):
     def normed_logits(
         x: Tensor, weight: Tensor, eps: float, router: Weight, bias: Tensor | None, tiling: Tiling = UNTILED
     ) -> tuple[Tensor, Tensor]:
-        """Computes an MoE router's logits of normed x: one kernel in a decoding step, two in a prefill pass.
+        """Computes the RMSNorm of x and an MoE router's logits of it, as `reference.normed_logits`.
 
-        A row has the same bits in both, and with any other rows beside it. So `tiling` is not read.
+        A decoding step runs one kernel, a prefill pass two. A row has the same bits in both, and with any other rows
+        beside it. So `tiling` is not read.
         """
         if x.shape[1] <= MAX_SPLIT_QUERIES:
             return routers.normed_logits(x, weight, eps, router, bias)

@@ -1,9 +1,9 @@
 """Sets a kernel's shared memory carveout: the part of an SM's on-chip memory that is shared memory. The rest is L1.
 
-L1 holds values that are being loaded, so a kernel with little L1 reads slowly. A carveout stays until a kernel with
-another preference starts on an idle SM. With programmatic dependent launch an SM is hardly ever idle. Triton prefers
-the largest carveout for any kernel that needs more than 48 KiB. One such kernel in a layer would slow down all others
-(measured in perf/LOG.md). So each kernel gets a preference here.
+L1 holds values that are being loaded, so a kernel with little L1 reads slowly. An SM keeps its carveout until a kernel
+with another preference starts while the SM is idle. With programmatic dependent launch an SM is hardly ever idle.
+Triton prefers the largest carveout for any kernel that needs more than 48 KiB. One such kernel in a layer would slow
+down all others (measured in perf/LOG.md). So each kernel gets a preference here.
 
 CUDA Driver API: cuFuncSetAttribute, CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT.
 """
@@ -35,10 +35,11 @@ def percent_of(programs: int, shared: int, room: int, least: int) -> int:
 
 
 def divide(compiled: Any, least: int = LEAST) -> None:
-    """Sets the carveout of a compiled kernel that was launched on the current device. Later calls do nothing.
+    """Sets the shared memory carveout of a compiled kernel. Only the first call for a kernel does so.
 
     Args:
-        compiled: Triton's result of the launch. In its interpreter that is None, and nothing is set.
+        compiled: result of Triton's launch of the kernel on the current device. None (Triton's interpreter): nothing is
+            set.
         least: lower limit of the carveout, in percent.
 
     Raises:

@@ -32,8 +32,8 @@ def check(
         name: name of the tensor in the error message.
         tensor: the argument to check.
         shape: wanted shape.
-        dtype: wanted dtype; None: any.
-        step: next step for the caller, the end of the message. None: a step that fits the difference.
+        dtype: wanted dtype. None: any dtype.
+        step: advice to the caller at the end of the error message. None: advice chosen by the kind of error.
     """
     fits = tensor.shape == tuple(shape) and dtype in (None, tensor.dtype)
     if fits and tensor.is_contiguous():
@@ -43,7 +43,7 @@ def check(
 
 
 def check_table(name: str, table: Tensor, rows: int, width: int = 1) -> None:
-    """Raises ValueError unless `table` is int64 [rows, width or more] with contiguous rows."""
+    """Raises ValueError unless `table` is int64 [rows, >= width] with contiguous rows. For `name` see `check`."""
     fits = table.dim() == 2 and table.dtype == torch.int64 and table.shape[0] == rows and table.shape[1] >= width
     if fits and table.stride(1) == 1:
         return
@@ -52,7 +52,10 @@ def check_table(name: str, table: Tensor, rows: int, width: int = 1) -> None:
 
 
 def check_room(name: str, tensor: Tensor, least: int, step: str) -> None:
-    """Raises ValueError unless `tensor` is contiguous int64 with at least `least` elements. For `step` see `check`."""
+    """Raises ValueError unless `tensor` is contiguous int64 with at least `least` elements.
+
+    For `name` and `step`, which appear in the error message, see `check`.
+    """
     if tensor.dtype != torch.int64 or tensor.numel() < least or not tensor.is_contiguous():
         raise ValueError(f"{name} is {told(tensor)}; wanted contiguous int64 [{least}] or longer: {step}")
 
@@ -81,10 +84,10 @@ def check_cache(
     """Raises ValueError unless the attention kernels can read this paged KV cache.
 
     Args:
-        rows: [B, Q, ...], a tensor of the new tokens; only its first two sizes are read.
+        rows: [B, Q, ...], for example qkv of the new tokens. Only B and Q are read.
         keys, values: cache of one layer, [num_pages, page_size, Hkv, D].
-        block_table: int64 [B, P].
-        positions: int64 [B, Q].
+        block_table: int64 [B, P], the pages of each row.
+        positions: int64 [B, Q], position of each new token.
         num_heads: number of query heads.
     """
     if keys.dim() != 4 or not keys.is_contiguous() or keys.dtype not in (*ATTENTION_TYPES, FP8):
@@ -105,10 +108,14 @@ def check_cache(
 
 
 def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
-    """Returns the dtype that queries `rows` must have: that of the KV cache, of which `keys` is a part.
+    """Returns the dtype that queries must have: the dtype of the KV cache, if the cache does not have 8 bits.
 
-    An 8-bit cache allows any of ATTENTION_TYPES. The result is then the dtype of `rows`, or bf16 if that is none of
-    them.
+    With an 8-bit cache, queries may have any of ATTENTION_TYPES. The result is then the dtype of `rows`, or bf16 if
+    `rows` has none of these types.
+
+    Args:
+        rows: the queries.
+        keys: keys of the KV cache.
     """
     if keys.dtype != FP8:
         return keys.dtype
@@ -116,7 +123,7 @@ def rows_dtype(rows: Tensor, keys: Tensor) -> torch.dtype:
 
 
 def check_sinks(sinks: Tensor | None, num_heads: int, dtype: torch.dtype) -> None:
-    """Raises ValueError unless attention sinks are None, or [num_heads] in fp32 or `dtype`."""
+    """Raises ValueError unless `sinks` is None (no attention sinks), or [num_heads] in fp32 or `dtype`."""
     if sinks is not None:
         check("sinks", sinks, (num_heads,), dtype if sinks.dtype == dtype else torch.float32)
 

@@ -3,14 +3,14 @@
     words int32 [N/16, K/C, 16, 16],   C = 64 codes of 8 bits, or 128 of 4 bits
 
 A tile is 16 rows, a chunk is C consecutive columns. Rows are in the order of packing.py: in a gated matrix, 8 rows of
-the gate and the matching 8 of up alternate. A row's codes of one chunk are 64 bytes, or 16 words. Lane 4 g + t of a
-warp loads words 4 t to 4 t + 3 of rows g and g + 8. The 16-bit half h (0 or 1) of word 4 t + c holds codes number
-i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits). These are the codes of the columns
+the gate and the matching 8 of up alternate. A row's codes of one chunk are 64 bytes, or 16 words of 32 bits. Lane
+4 g + t of a warp loads words 4 t to 4 t + 3 of rows g and g + 8. The 16-bit half h (0 or 1) of word 4 t + c holds two
+codes of 8 bits or four codes of 4 bits. Their index in the half is i, from 0 on. Code i belongs to column
 
     k = 32 i + 8 t + 2 c + h                                 within the chunk, or
     k = 32 i + 16 (c // 2) + 4 t + 2 (c % 2) + h             in int4 with groups of 32, whose sums are separate
 
-`FIELDS` says which bit of a half holds which bit of a code. Masks and shifts alone make a bf16 of a code:
+`FIELDS` says which bit of a half holds which bit of a code. Masks and shifts alone convert a code to a bf16:
 
 - a bf16 with bits 15..8 zero is the integer in its bits 7..0 times 2^-133,
 - a bf16 with the bits of an e4m3 code at 10..4 is its value times 2^-120,
@@ -24,8 +24,7 @@ i = 0, 1 (8 bits) or i = 0 .. 3 (4 bits). These are the codes of the columns
 | int4 | int4                    | unchanged; the product subtracts zero points                |
 | fp4  | fp4                     | unchanged                                                   |
 
-Each row has a factor in fp32. The scale of a group of columns is this factor times the number that `scales` has for the
-group.
+Each row has a factor in fp32. The scale of a group of columns is this factor times the group's element of `scales`.
 """
 
 from __future__ import annotations
@@ -65,15 +64,16 @@ class PackedCodes:
         kind: quantisation format, and the blocks that share a scale; see `Codes`.
         gated: True if rows of gate and up are interleaved, see `Weight`.
         form: layout of a code's bits. `fill` may change it from int8 to off8.
-        words: int32 [N/16, K/C, 16, 16].
-        factors: fp32 [N], in the order of words' rows: the factor of each row, times 2^LIFT.
-        scales: numbers of groups of G columns. The scale of a group is this number times the row's factor. None if each
-            row has one scale, which is its factor.
+        words: int32 [N/16, K/C, 16, 16], the codes.
+        factors: fp32 [N], in the order of the rows of `words`: the factor of each row, times 2^LIFT.
+        scales: scales of groups of G columns, each divided by the factor of its row. None if each row has one scale,
+            which is its factor.
             int4, fp8, int8: [N/16, K/G, 8], pairs for rows r and r + 8 of a tile: int32 (two fp16) or int64 (two fp32).
             With blocks of 128 rows: [N/16, K/G, 1], one pair for all rows.
             fp4: int32 [N/16, K/128, 16, T, 2], each two bf16. T = 1: groups 0, 1, 2, 3 of a chunk.
-            T = 2: groups 0, 2, 4, 6, then groups 1, 3, 5, 7.
-        zeros: zero points of int4: int32 [N/16, K/G, 8], pairs of bf16. None if there are none, or if each is 8.
+            T = 2: groups 0, 2, 4, 6, then groups 1, 3, 5, 7. These numbers are stored times 2^FP4_RAISED.
+        zeros: zero points of int4: int32 [N/16, K/G, 8], pairs of bf16. None if every zero point is 8, and in other
+            formats.
     """
 
     kind: CodesKind
@@ -126,12 +126,12 @@ class PackedCodes:
         return sum(each.nbytes for each in (self.words, self.factors, self.scales, self.zeros) if each is not None)
 
     def fill(self, codes: Codes) -> None:
-        """Packs `codes`, on their device.
+        """Packs the quantised matrix `codes` into this one. Computes on the device of `codes`.
 
         Rows of `codes` are in the checkpoint's order: a gated matrix has the gate's rows first.
 
         Raises:
-            ValueError: `codes` have another shape or kind; or their fp4 scales do not fit, see `_by_small_scales`.
+            ValueError: `codes` have another shape or kind, or fp4 scales that cannot be stored (`_by_small_scales`).
         """
         if codes.shape != self.shape or codes.kind != self.kind:
             raise ValueError(f"codes are {codes.kind} of {codes.shape}; there is room for {self.kind} of {self.shape}")
@@ -143,19 +143,19 @@ class PackedCodes:
     def fill_rounded(
         self, runs: Iterable[tuple[int, Tensor]], pack: Callable[[PackedCodes, int, Tensor], Tensor]
     ) -> None:
-        """Fills the matrix from float values, which arrive in ranges of rows and which `pack` quantises.
+        """Quantises a matrix of float values, one range of rows after the other, and packs it into this one.
 
         Args:
-            runs: (number of the range's first tile, rows [n, K] of whole tiles), ascending, all rows in total. Each
-                range of a gated matrix has gate rows first, then the matching rows of up.
-            pack: `rounding.pack_rounded`, or a kernel for it. It writes the words of a range, without -128 in int8, and
-                returns the scales.
+            runs: (index of the first tile, rows [n, K] of whole tiles) of each range of rows. Ranges are ascending, and
+                have all rows in total. Each range of a gated matrix has gate rows first, then the matching rows of up.
+            pack: `rounding.pack_rounded`, or a kernel for it. It writes the `words` of a range, and returns the scales.
+                In int8 it writes no -128.
         """
         scales = self._joined([pack(self, tile, rows) for tile, rows in runs])
         self.fill_scales(scales, None)
 
     def _joined(self, runs: list[Tensor]) -> Tensor:
-        """Joins scales [n, groups] of ranges of rows to [N, groups], in the checkpoint's order of rows.
+        """Concatenates scales [n, groups] of ranges of rows to [N, groups], in the checkpoint's order of rows.
 
         Each range of a gated matrix has gate rows first, then rows of up. The result has all gate rows first.
         """
@@ -164,7 +164,10 @@ class PackedCodes:
         return torch.cat([run[: len(run) // 2] for run in runs] + [run[len(run) // 2 :] for run in runs])
 
     def fill_words(self, tile: int, codes: Tensor) -> None:
-        """Packs uint8 codes [n, K] of whole tiles into `words`, from tile number `tile` on. Gate rows come first."""
+        """Packs uint8 codes [n, K] of whole tiles into `words`, from the tile with index `tile` on.
+
+        In a gated matrix, `codes` has gate rows first, then the matching rows of up.
+        """
         tiles = _tiles(codes, self.gated)
         step = max(1, PART // (16 * self.shape[1]))
         for first in range(0, len(tiles), step):
@@ -217,11 +220,11 @@ class PackedCodes:
         return _rows(tiles.unflatten(0, (-1, 16)), self.gated)
 
     def rows(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns rows [..., K] number ids, int64 [...], dequantised to `dtype`. The matrix is not gated."""
+        """Returns the rows with indices `ids`, int64 [...], as [..., K] in `dtype`. The matrix must not be gated."""
         return self._values(ids.flatten(), dtype).view(*ids.shape, -1)
 
     def _values(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Dequantises rows to [n, K]. ids: int64 [n], row numbers in the order of `words`."""
+        """Dequantises some rows to [n, K] in `dtype`. ids: int64 [n], indices of rows in the order of `words`."""
         tile, row = ids // 16, ids % 16
         values = _decoded(self.words[tile, :, row], self.form, self._narrow_lanes)
         factors = self.factors[ids] * 2.0 ** -LIFT[self.form]
@@ -234,7 +237,10 @@ class PackedCodes:
         return (values * _spread(self._scales(tile, row) * factors[:, None], self.group)).to(dtype)
 
     def _scales(self, tile: Tensor, row: Tensor) -> Tensor:
-        """Returns `scales` of rows, fp32 [n, K/G], not multiplied by `factors`. Row r is row[r] of tile tile[r]."""
+        """Returns `scales` of n rows, fp32 [n, K/G], not multiplied by `factors`.
+
+        tile, row: int64 [n]. The i-th of these rows is row row[i] (0..15) of tile tile[i].
+        """
         assert self.scales is not None
         if self.form == "fp4":
             found = self.scales[tile, :, row].view(torch.bfloat16).transpose(-1, -2)  # [n, K/128, 4, T]
@@ -255,7 +261,7 @@ def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
 def group_of(shape: tuple[int, int], kind: CodesKind) -> int:
     """Returns the number of columns that share a scale.
 
-    0 if each row has one scale and the kernels of the format support that.
+    The result is 0 if each row has one scale, in formats whose kernels support that (fp8 and int8).
     """
     whole = kind.block[1] >= shape[1] and kind.block[0] == 1 and kind.format in ("fp8", "int8")
     return 0 if whole else kind.block[1]
@@ -276,7 +282,10 @@ def _rows(tiles: Tensor, gated: bool) -> Tensor:
 
 
 def _halves(codes: Tensor, form: Form, narrow: bool) -> Tensor:
-    """Packs uint8 codes [16 n, K] into int16 [n, K/C, 16, 32]. narrow: int4 with groups of 32, see the file's top."""
+    """Packs uint8 codes [16 n, K] into int16 [n, K/C, 16, 32]. C: number of columns of a chunk.
+
+    narrow: True for int4 with groups of 32 columns, whose columns are in another order (see the top of this file).
+    """
     count = len(FIELDS[form])
     code = codes.to(torch.int16)
     if form == "int8":
@@ -332,11 +341,11 @@ def _exponents(scales: Tensor) -> Tensor:
 
 
 def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Splits scales [N, groups] of fp4 into small numbers [N, groups] times one factor [N] for each row.
+    """Splits scales [N, groups] of fp4: scale = small number [N, groups] * factor [N] of the row. Returns both.
 
-    A small number has at most four significant bits. Checkpoints have scales that are e4m3 numbers times one fp32
-    number, or powers of two. The tried factors are the largest scale of the row over 8, 9, .. 15. A factor fits if all
-    products differ from the scales by at most a 2^-22 part.
+    A small number has at most four significant bits. In checkpoints, scales are e4m3 numbers times one fp32 number, or
+    powers of two. The tried factors are the row's largest scale divided by 8, 9, .. 15. A factor fits if every product
+    differs from its scale by at most 2^-22 of the scale.
 
     Raises:
         ValueError: no tried factor fits.
@@ -363,16 +372,19 @@ def _by_small_scales(scales: Tensor) -> tuple[Tensor, Tensor]:
 def _pairs(values: Tensor, gated: bool) -> Tensor:
     """Rearranges values [N, groups], in the checkpoint's order of rows, to [N/16, groups, 8, 2].
 
-    The last axis has rows r and r + 8 of a 16-row tile, r = 0..7 in the order of `words`.
+    Element [tile, group, r] is a pair: the values of rows r and r + 8 of the 16-row tile, in the order of `words`.
     """
     pairs: Tensor = _tiles(values, gated).unflatten(1, (2, 8)).permute(0, 3, 2, 1)
     return pairs.clone(memory_format=torch.contiguous_format)
 
 
 def _of_pairs(words: Tensor, dtype: torch.dtype, tile: Tensor, row: Tensor) -> Tensor:
-    """Undoes `_pairs` for some rows: returns fp32 [n, groups] of rows row[i] of tiles tile[i].
+    """Undoes `_pairs` for n rows: returns their values, fp32 [n, groups].
 
-    words: int32 or int64 [N/16, groups, 8 or 1], each a pair of values of `dtype`.
+    Args:
+        words: int32 or int64 [N/16, groups, 8 or 1], each a pair of values of `dtype`.
+        dtype: dtype of the stored values.
+        tile, row: int64 [n]. The i-th of these rows is row row[i] (0..15) of tile tile[i].
     """
     pairs: Tensor = words[tile].view(dtype).unflatten(2, (-1, 2))  # [n, groups, 8 or 1, 2]
     at = torch.arange(len(tile), device=tile.device)

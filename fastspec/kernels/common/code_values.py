@@ -19,9 +19,9 @@ class ValueSource(NamedTuple):
 
     Attributes:
         halves: int16 view of `PackedCodes.words`.
-        factors: fp32 [N].
+        factors: `PackedCodes.factors`, fp32 [N].
         scales: view of `PackedCodes.scales` in fp16 or fp32, for fp4 in bf16. None if each row has one scale.
-        zeros: bf16 view of `PackedCodes.zeros`, or None.
+        zeros: bf16 view of `PackedCodes.zeros`. None if that is None.
     """
 
     halves: Any
@@ -31,7 +31,10 @@ class ValueSource(NamedTuple):
 
 
 def source_of(codes: PackedCodes) -> tuple[ValueSource, dict[str, Any]]:
-    """Returns the argument `source` of `code_values` for a matrix, and its constexprs except K, by name."""
+    """Returns two things with which `code_values` reads a matrix: its argument `source`, and its constexprs by name.
+
+    The constexpr K is not among them.
+    """
     scales = codes.scales
     if scales is not None:
         half = torch.bfloat16 if codes.form == "fp4" else torch.float16
@@ -49,13 +52,16 @@ E2M1_UNIT = tl.constexpr(2.0**126)
 
 @triton.jit
 def _integer(bits):
-    """Converts integers i in 0 .. 2^23 - 1 to fp32 without a conversion instruction: i is the last bits of 2^23 + i."""
+    """Converts integers `bits` in 0 .. 2^23 - 1 to fp32 without a conversion instruction.
+
+    The fp32 number 2^23 + bits has `bits` as its lowest bits.
+    """
     return (bits | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
 
 
 @triton.jit
 def _decoded(half, i, FORM: tl.constexpr):
-    """Decodes code number i of each 16-bit half of a word to fp32. half: int32, 0 .. 65535."""
+    """Decodes the code with index i (0 .. 3) in each 16-bit half of a word to fp32. half: int32, 0 .. 65535."""
     if FORM == "fp8":
         first = ((half & 0x8000) << 16) | ((half & 0x07F0) << 16)
         second = ((half & 0x0800) << 20) | ((half & 0x7000) << 12) | ((half & 0x000F) << 20)
@@ -76,13 +82,16 @@ def _decoded(half, i, FORM: tl.constexpr):
 
 @triton.constexpr_function
 def blocks_of(FORM):
-    """Returns the number of codes in one 16-bit half of a word. Each belongs to another block of 32 columns."""
+    """Returns the number of codes in one 16-bit half of a word. Each belongs to a different block of 32 columns."""
     return 4 if FORM in ("int4", "fp4") else 2
 
 
 @triton.jit
 def column_of(place, FORM: tl.constexpr, GROUP: tl.constexpr):
-    """Returns the column (0..31) within its block of 32 columns to which 16-bit half number `place` (0..31) belongs."""
+    """Returns the column (0..31), within a block of 32 columns, of the codes in the 16-bit half with index `place`.
+
+    `place` is 0..31. For FORM and GROUP see `PackedCodes.form` and `PackedCodes.group`.
+    """
     if FORM == "int4" and GROUP == 32:
         return place % 8 // 4 * 16 + place // 8 * 4 + place % 4
     else:
@@ -103,15 +112,16 @@ def scaled(
     PAIRS: tl.constexpr,  # number of pairs of scales of a tile per group of columns, 8 or 1; 0: each row has one scale
     LOWER: tl.constexpr,  # 2^-LIFT
 ):
-    """Dequantises code number i of each 16-bit half, in fp32.
+    """Dequantises the code with index i in each 16-bit half. Returns fp32 values.
 
     Args:
-        half: int32, 0 .. 65535.
+        half: 16-bit halves of `PackedCodes.words`, int32, 0 .. 65535.
         source: `ValueSource`.
-        n: row numbers of the codes, int64 in the order of `words`.
-        k: column numbers of the codes. Codes that share a scale may have one n and one k.
-        i: number of the code in its half.
+        n: row indices of the codes, int64 in the order of `PackedCodes.words`.
+        k: column indices of the codes. Codes that share a scale may share one n and one k.
+        i: index of the code in its half, 0 .. 3.
         inside: mask of valid rows and columns.
+        K: number of columns of the matrix.
     """
     value = _decoded(half, i, FORM)
     tile, row = n // 16, n % 16
@@ -145,7 +155,7 @@ def code_values(
     PAIRS: tl.constexpr,
     LOWER: tl.constexpr,
 ):
-    """Returns elements [n, k] of a quantised matrix in fp32. For the arguments see `scaled`."""
+    """Returns elements [n, k] of a quantised matrix, dequantised to fp32. For the arguments see `scaled`."""
     C: tl.constexpr = 32 * blocks_of(FORM)
     within = k % 32
     place = within

@@ -31,9 +31,9 @@ class CodesKind(NamedTuple):
 
     Attributes:
         format: meaning of a code, see the table at the top of this file.
-        block: numbers of rows and of columns that share one scale. (1, K): each row has one scale. (1, G): each group
-            of G columns of a row. (128, 128): each block of 128 x 128. Blocks at the right and lower edge may be
-            smaller.
+        block: (rows, columns) of a block of elements that share one scale. (1, K): each row has one scale. (1, G): each
+            group of G columns of a row has one. (128, 128): each block of 128 x 128 elements has one. Blocks at the
+            right and lower edge may be smaller.
     """
 
     format: CodeFormat
@@ -44,9 +44,9 @@ class CodesKind(NamedTuple):
         return -(-shape[0] // self.block[0]), -(-shape[1] // self.block[1])
 
     def of_part(self, rows: Sequence[tuple[int, int]], width: int) -> CodesKind:
-        """Returns the kind of the result of `Codes.part`.
+        """Returns the kind that `Codes.part` gives the part of a matrix of this kind.
 
-        Its blocks have as many rows as before if all ranges consist of whole blocks. Otherwise they have one row.
+        Its blocks keep their number of rows if all ranges consist of whole blocks. Otherwise they have one row.
 
         Args:
             rows: (start, stop) of each range of rows.
@@ -65,7 +65,8 @@ class Codes:
         kind: format, and the blocks that share a scale.
         codes: uint8 [N, K], one code each.
         scales: fp32 [ceil(N / block rows), ceil(K / block columns)].
-        zeros: uint8 [N, ceil(K / block columns)] for int4, whose blocks have one row; None for other formats.
+        zeros: zero points of int4, uint8 [N, ceil(K / block columns)]. Blocks of int4 have one row. None for other
+            formats.
 
     Raises:
         ValueError: a shape or dtype is not as above.
@@ -115,7 +116,10 @@ class Codes:
         return values.to(dtype)
 
     def dequantise_into(self, place: Tensor) -> None:
-        """Writes the values to `place` [N, K], in its dtype. Only about _SLICE rows exist in fp32 at a time."""
+        """Writes the dequantised values to `place` [N, K], in its dtype.
+
+        Converts about _SLICE rows at a time, so it needs fp32 memory only for these.
+        """
         rows = self.kind.block[0]
         step = -(-_SLICE // rows) * rows
         for start in range(0, self.shape[0], step):
@@ -125,11 +129,11 @@ class Codes:
             place[here] = part.dequantise(place.dtype)
 
     def part(self, rows: Sequence[tuple[int, int]], columns: tuple[int, int] | None) -> Codes:
-        """Returns a part of the matrix with the same values, for example that of one rank.
+        """Returns a part of the matrix with the same values, for example the part of one rank.
 
         Args:
-            rows: ranges of rows (start, stop), which are joined.
-            columns: range of columns (start, stop), which begins at a multiple of its width. None: all columns.
+            rows: (start, stop) of ranges of rows, which are concatenated.
+            columns: (start, stop) of a range of columns. It begins at a multiple of its width. None: all columns.
         """
         start, stop = columns or (0, self.shape[1])
         kind = self.kind.of_part(rows, stop - start)
@@ -144,7 +148,10 @@ class Codes:
         return Codes(kind, codes, whole.scales[blocks][:, groups].contiguous(), zeros)
 
     def in_order(self, order: Tensor) -> Codes:
-        """Returns the matrix with its rows reordered: row i of the result is row order[i]. Blocks have one row."""
+        """Returns the matrix with its rows reordered: row i of the result is row order[i] of this matrix.
+
+        Blocks of the result have one row.
+        """
         rows = self.by_rows()
         zeros = None if rows.zeros is None else rows.zeros[order]
         return Codes(rows.kind, rows.codes[order], rows.scales[order], zeros)
@@ -170,10 +177,10 @@ def _spread(values: Tensor, times: int, dim: int, size: int) -> Tensor:
 
 
 def join(parts: Sequence[Codes]) -> Codes:
-    """Concatenates the rows of matrices [N_i, K]: [sum of N_i, K].
+    """Concatenates the rows of matrices [N_i, K] to one matrix [sum of N_i, K].
 
-    Blocks of several rows stay if every part except the last has only whole ones. Otherwise they become blocks of one
-    row.
+    Blocks of several rows are kept if every part except the last consists of whole blocks. Otherwise they become blocks
+    of one row.
 
     Raises:
         ValueError: the matrices differ in format, in K, or in the columns of a block.
@@ -192,7 +199,7 @@ def join(parts: Sequence[Codes]) -> Codes:
 
 
 def joined_kind(kinds: Sequence[CodesKind], shapes: Sequence[tuple[int, int]]) -> CodesKind | None:
-    """Returns the kind of the result of `join` for matrices of these kinds and shapes. None if it would fail."""
+    """Returns the kind of the result of `join` for matrices of these kinds and shapes. None if `join` would fail."""
     first = kinds[0]
     if len({(kind.format, kind.block[1], shape[1]) for kind, shape in zip(kinds, shapes, strict=True)}) > 1:
         return None

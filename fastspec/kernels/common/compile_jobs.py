@@ -42,8 +42,8 @@ def job_of(compiling: Callable[[], Any]) -> bytes:
     """Converts a call of Triton's compiler to the text of a job.
 
     Args:
-        compiling: the function that Triton submits to an executor. It is a closure with the source, the target, the
-            options and the environment settings of the compilation.
+        compiling: the function that Triton submits to an executor to compile a kernel. It is a closure with the source,
+            the target, the options and the environment settings of the compilation.
 
     Raises:
         NotSendable: this version of Triton is unknown, or an argument cannot be converted to text.
@@ -74,7 +74,7 @@ def is_cached(compiling: Callable[[], Any]) -> bool:
 
 
 def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
-    """Returns Triton's source, target, options and environment settings of a job, as `triton.compile` takes them.
+    """Reads the text of a job. Returns its source, target, options and environment settings for `triton.compile`.
 
     Raises:
         NotSendable: the job names a module outside `fastspec` and `triton`.
@@ -93,20 +93,21 @@ def read_job(job: bytes) -> tuple[Any, Any, dict[str, Any], dict[str, Any]]:
 
 
 def hash_in_order(kernel: Any) -> None:
-    """Computes Triton's cache keys of a kernel's callees, then of the kernel, unless it already has a key.
+    """Computes Triton's cache keys of the functions that a kernel calls, then the kernel's own key.
 
-    Triton looks up its disk cache by a kernel's key. In Triton 3.6 a kernel's key includes the constants that a callee
-    reads only if the callee has no key yet. So the key depends on the order of launches, and another process would not
-    find the cached kernel. With all callees first, the key depends on the kernel alone.
+    Does nothing if the kernel already has a key. Triton finds a kernel in its disk cache by this key. In Triton 3.6 the
+    key covers the constants of a called function only if that function has no key yet. So the key depends on the order
+    of launches, and another process would not find the cached kernel. If the called functions always get their keys
+    first, the key depends on the kernel alone.
     """
     if getattr(kernel, "hash", "") is None:
         _hash_in_order(kernel, set())
 
 
 def _hash_in_order(function: Any, begun: set[int]) -> None:
-    """Computes the keys of the functions that a function calls, then its own.
+    """Computes the keys of the functions that `function` calls, then the key of `function`.
 
-    begun: ids of functions that are being hashed, which are skipped, so that recursive functions end.
+    begun: ids (`id`) of functions whose keys are being computed. They are skipped, because a function may call itself.
     """
     begun.add(id(function))
     cells = zip(function.fn.__code__.co_freevars, function.fn.__closure__ or (), strict=False)
@@ -134,16 +135,16 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def launcher_of(job: bytes) -> str:
-    """Returns a key of the host function (Triton's launcher) that launches a job's kernel.
+    """Returns a key that identifies the launcher of a job's kernel: the host function by which Triton launches it.
 
-    Kernels with the same argument types share one launcher.
+    Kernels with the same argument types share one launcher, and have the same key.
     """
     _, _, signature, *_ = json.loads(job)
     return json.dumps([kind for _, kind in signature["dict"]])
 
 
 def serve(kernels: str, cache: str, ends: list[int]) -> None:
-    """Forks one process per pipe, each of which compiles the jobs from its pipe until the pipe closes. Then returns.
+    """Forks one process per pipe. A process compiles the jobs from its pipe until the pipe closes. Waits for all.
 
     Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files (hundreds of
     MB), because the file names in Triton's disk cache depend on this hash.
@@ -151,7 +152,7 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
     Args:
         kernels: name of the module that imports all kernels.
         cache: directory of Triton's disk cache.
-        ends: file descriptors of the open pipes.
+        ends: file descriptors of this process's ends of the pipes.
     """
     leave_out_torch()
     import triton
@@ -201,7 +202,10 @@ def _work(asked: Connection) -> None:
 
 
 def _make_launcher(source: Any, compiled: Any) -> None:
-    """Compiles the host function that launches a kernel into the disk cache, if this version of Triton has one."""
+    """Compiles the host function that launches a kernel, and stores it in Triton's disk cache.
+
+    Does nothing if this version of Triton has no such function.
+    """
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import CudaLauncher
 

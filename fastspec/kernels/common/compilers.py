@@ -43,12 +43,12 @@ serve(sys.argv[2], sys.argv[3], [int(end) for end in sys.argv[4:]])
 class KernelBehind(Future[Any]):
     """Future of a kernel that another process compiles in the background.
 
-    The launch that needs the kernel calls `result`. This waits for the process, and then reads the kernel from Triton's
-    disk cache in its own thread. So no other thread runs Triton or CUDA while a CUDA graph is captured.
+    The launch that needs the kernel calls `result`. `result` waits for the process. Then the calling thread itself
+    reads the kernel from Triton's disk cache. So no other thread runs Triton or CUDA while a CUDA graph is captured.
 
     Args:
-        compiling: the call of Triton's compiler, which first looks the kernel up in the disk cache.
-        hurry: moves the kernel that it gets to the front of the queue.
+        compiling: function that calls Triton's compiler, which first looks the kernel up in the disk cache.
+        hurry: function that moves its argument to the front of the queue of kernels to compile.
     """
 
     def __init__(self, compiling: Callable[[], Any], hurry: Callable[[KernelBehind], None]) -> None:
@@ -69,7 +69,8 @@ class KernelBehind(Future[Any]):
         """Waits until the kernel is compiled, and returns it.
 
         Args:
-            timeout: seconds to wait for the process; None: LONGEST. After that this thread compiles the kernel.
+            timeout: seconds to wait for the process. None: LONGEST seconds. After that time the calling thread compiles
+                the kernel.
 
         Raises:
             RuntimeError: the kernel cannot be compiled. The message names it.
@@ -86,11 +87,11 @@ class KernelBehind(Future[Any]):
 def keep(found: Any) -> None:
     """Puts a kernel that is still being compiled into Triton's in-memory cache, where launches look kernels up.
 
-    A launch that finds it there waits until it is compiled. With an unknown version of Triton nothing is stored, and a
-    launch reads the kernel from the disk cache.
+    A launch that finds the kernel there waits until it is compiled. With an unknown version of Triton nothing is
+    stored. A launch then reads the kernel from the disk cache.
 
     Args:
-        found: Triton's FutureKernel around a `KernelBehind`.
+        found: the kernel, as Triton's FutureKernel that contains a `KernelBehind`.
     """
     held = getclosurevars(found.finalize_compile).nonlocals
     with suppress(KeyError):
@@ -98,17 +99,18 @@ def keep(found: Any) -> None:
 
 
 class Behind(Executor):
-    """Executor for Triton's compiler whose kernels the processes of `Compilers` compile in the background.
+    """Executor for Triton's compiler that compiles kernels in the background, in the processes of `Compilers`.
 
-    Kernels of `begin_early` are compiled at the same time as those of `Compilers.submit`, those of `begin` after them.
-    Its threads only wait for the processes. They are daemons: the end of the program does not wait for them.
+    Kernels started by `begin_early` are compiled at the same time as the kernels of `Compilers.submit`. Kernels started
+    by `begin` are compiled after these. The threads of this executor only wait for the processes. They are daemons: the
+    end of the program does not wait for them.
 
     Args:
-        ask: has a process compile a job, and returns after that. Its second argument is True for a kernel of
-            `begin_early`. The threads call it.
+        ask: function that has a process compile a job, and returns when it is compiled. Its arguments are the job, and
+            True if `begin_early` started the kernel. The threads call it.
         count: number of threads.
-        rank: number of this rank.
-        ranks: number of ranks that submit the same kernels. Each rank begins with every ranks-th kernel.
+        rank: index of this rank.
+        ranks: number of ranks that submit the same kernels. Each rank first compiles every ranks-th kernel.
 
     Attributes:
         uncached: number of submitted kernels that were not in Triton's disk cache.
@@ -125,7 +127,10 @@ class Behind(Executor):
         self._at_end: Callable[[], None] = lambda: None
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> KernelBehind:
-        """Queues one call of Triton's compiler, `compiling()`. It starts with the next `begin` or `begin_early`."""
+        """Adds one call of Triton's compiler, `compiling()`, to those that the next `begin` or `begin_early` starts.
+
+        Returns the future of the kernel. If the kernel is in the disk cache, no process compiles it.
+        """
         kernel = KernelBehind(compiling, self._first)
         try:
             cached = is_cached(compiling)
@@ -140,7 +145,7 @@ class Behind(Executor):
         return kernel
 
     def begin_early(self) -> None:
-        """Starts to compile the kernels that were submitted until now, on one of EARLY_PART processes."""
+        """Starts to compile the kernels that were submitted until now, on 1 / EARLY_PART of the processes."""
         self._early.update(kernel for kernel, _ in self._submitted)
         self._begin(self._count // EARLY_PART)
 
@@ -160,14 +165,14 @@ class Behind(Executor):
             threading.Thread(target=self._work, name="fastspec-compile-behind", daemon=True).start()
 
     def cancel(self) -> None:
-        """Drops the kernels that no process has begun to compile. A launch that needs one compiles it itself."""
+        """Drops the kernels that no process has begun to compile. Launches that need these kernels compile them."""
         with self._changing:
             dropped, self._waiting = self._waiting, []
         for kernel, _ in dropped:
             kernel.set_result(None)
 
     def at_end(self, done: Callable[[], None]) -> None:
-        """Calls `done` when no kernel is left in the queue or in work: at once, or later in another thread."""
+        """Calls `done` when no kernel is left in the queue or being compiled: at once, or later in another thread."""
         with self._changing:
             now = not self._running
             if not now:
@@ -188,7 +193,10 @@ class Behind(Executor):
                 kernel.set_result(None)
 
     def _next(self) -> tuple[KernelBehind, bytes] | None:
-        """Takes the next kernel and its job from the queue. None: the queue is empty, and the calling thread ends."""
+        """Takes the next kernel and its job from the queue. Returns None if the queue is empty.
+
+        After None the calling thread must end, because it is counted as ended.
+        """
         with self._changing:
             if self._waiting:
                 return self._waiting.pop(0)
@@ -200,26 +208,28 @@ class Behind(Executor):
 
 
 class Compilers(Executor):
-    """Executor for Triton's compiler: threads, and processes that start with the first kernel that is not cached.
+    """Executor for Triton's compiler, with threads of this process and with compiling processes.
 
-    A process compiles a kernel and writes it to Triton's disk cache. A thread of this process waits for that, and reads
-    the kernel from the cache. If a process cannot compile a kernel, the thread does. The processes are forks of a fresh
-    interpreter that has imported the kernels and nothing else; it has one thread and has not used a GPU. Unless `now`
-    is True, threads of this process compile HERE kernels at a time until a process is ready.
+    The compiling processes start with the first kernel that is not in Triton's disk cache. A compiling process compiles
+    a kernel and writes it to the disk cache. A thread of this process waits for that, and reads the kernel from the
+    cache. If a compiling process cannot compile a kernel, the thread does. The compiling processes are forks of a fresh
+    interpreter that has imported only the kernels. It has one thread and has not used a GPU. Unless `now` is True,
+    threads of this process compile HERE kernels at a time until a compiling process is ready.
 
     Ranks of one machine need the same kernels. Each rank first compiles every ranks-th kernel. Then it goes through the
     others, compiles those that no rank has begun, and reads the rest from the cache. So every kernel is compiled once.
 
     Args:
-        count: number of processes; 0: only threads.
+        count: number of compiling processes. 0: only threads compile.
         kernels: full name of the module that imports all kernels.
-        now: True to start the processes at once, not with the first kernel that is not cached.
-        rank: number of this rank.
+        now: True to start the compiling processes at once. False to start them with the first kernel that is not
+            cached.
+        rank: index of this rank.
         ranks: number of ranks. All submit the same kernels in the same order.
 
     Attributes:
         behind: executor for kernels that are compiled in the background, also after `shutdown`. None: there are no
-            processes.
+            compiling processes.
     """
 
     def __init__(self, count: int, *, kernels: str, now: bool = False, rank: int = 0, ranks: int = 1) -> None:
@@ -250,13 +260,13 @@ class Compilers(Executor):
         self._preparing.start()
 
     def prepared(self) -> None:
-        """Waits until Triton is initialised in this process, which the constructor has begun in a thread."""
+        """Waits until Triton is initialised in this process. The constructor started this in a thread."""
         self._preparing.join()
 
     def submit(self, compiling: Callable[..., Any], /, *args: Any, **options: Any) -> Future[Any]:
         """Queues one call of Triton's compiler, `compiling()`, and returns the future of its result.
 
-        A kernel that another rank compiles first is queued by `queue_rest`.
+        A kernel that is among the first ones of another rank is not queued now, but by `queue_rest`.
         """
         self._submitted += 1
         self._count_waiting(1)
@@ -267,13 +277,16 @@ class Compilers(Executor):
         return future
 
     def queue_rest(self) -> None:
-        """Queues the kernels that other ranks compile first, the last one first. Called after the last `submit`."""
+        """Queues the kernels that are among the first ones of other ranks, the last one first.
+
+        Called after the last `submit`.
+        """
         later, self._later = self._later, []
         for future, compiling in reversed(later):
             self._threads.submit(self._compile, compiling).add_done_callback(partial(_copy_outcome, future))
 
     def begin(self) -> None:
-        """Starts the processes, unless they run already. They take jobs as soon as they have imported the kernels."""
+        """Starts the compiling processes, unless they run. They take jobs after they have imported the kernels."""
         with self._beginning:
             if self._process is not None or not self._count:
                 return
@@ -296,13 +309,13 @@ class Compilers(Executor):
             self._waiting.start()
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Waits for all queued calls, then ends the processes. May be called twice.
+        """Waits for all queued calls, then ends the compiling processes. May be called twice.
 
-        If kernels of `behind` are left, the processes compile these first, and `shutdown` does not wait for that.
+        If kernels of `behind` are left, the processes compile these before they end. `shutdown` does not wait for that.
 
         Args:
-            wait: not read; always True.
-            cancel_futures: True to drop all calls and kernels of `behind` that no thread or process has begun.
+            wait: not read. `shutdown` always waits.
+            cancel_futures: True to drop all queued calls, and all kernels of `behind`, that are not being compiled yet.
         """
         self.queue_rest()
         self._threads.shutdown(wait=True, cancel_futures=cancel_futures)
@@ -318,13 +331,13 @@ class Compilers(Executor):
         self.behind.at_end(self._end)
 
     def _lower_priority(self) -> None:
-        """Gives the processes a lower priority than other programs, if they run after `shutdown`."""
+        """Gives the compiling processes a lower priority than other programs, if they run after `shutdown`."""
         if self._process is not None and self._nobody_waits:
             with suppress(OSError):  # they have ended
                 os.setpriority(os.PRIO_PGRP, self._process.pid, _NICE)
 
     def _end(self) -> None:
-        """Kills the processes, and closes the connections to them."""
+        """Kills the compiling processes, and closes the connections to them."""
         with self._beginning:
             self._count = 0
         if self._process is None:
@@ -345,12 +358,12 @@ class Compilers(Executor):
             self._places.put(None)
 
     def _welcome(self, asked: list[Connection]) -> None:
-        """Waits until each process is ready or has ended, and makes it a free compiler when it is ready.
+        """Waits until each compiling process is ready or has ended. Adds each ready process to the free compilers.
 
-        For a process that has ended, a thread of this process becomes a free compiler.
+        For each compiling process that has ended, a thread of this process is added instead.
 
         Args:
-            asked: connections to the processes.
+            asked: connections to the compiling processes.
         """
         while asked:
             for one in first_of(asked):
@@ -385,11 +398,12 @@ class Compilers(Executor):
                 self._places.put(place)
 
     def _compile_behind(self, job: bytes, early: bool) -> None:
-        """Has a process compile a job, and returns after that. Compiles nothing if no process is left.
+        """Has a compiling process compile a job, and waits for it. Compiles nothing if all these processes have ended.
 
         Args:
             job: text of the job.
-            early: False to wait first until no kernel of `submit` waits for a free compiler.
+            early: True to begin as soon as a process is free. False to wait first until no kernel of `submit` waits for
+                a free compiler.
         """
         with self._all_begun:
             self._all_begun.wait_for(lambda: early or self._not_begun <= 0)
@@ -404,7 +418,7 @@ class Compilers(Executor):
                 self._places.put(None)
 
     def _free_process(self) -> Connection | None:
-        """Waits for a free process, and returns the connection to it. None if all processes have ended."""
+        """Waits for a free compiling process. Returns the connection to it, or None if all of them have ended."""
         while (place := self._places.get()) is None:
             if not (self._starting or self._living):
                 self._places.put(None)  # for the other threads that wait
@@ -417,14 +431,17 @@ class Compilers(Executor):
             self._all_begun.notify_all()
 
     def _first_with(self, launcher: str) -> bool:
-        """True at the first call with this launcher (`launcher_of`), which a process must then compile."""
+        """True at the first call for this launcher. A compiling process must then compile the launcher.
+
+        launcher: key of the launcher, see `launcher_of`.
+        """
         with self._beginning:
             first = launcher not in self._launchers
             self._launchers.add(launcher)
             return first
 
     def _answered(self, *, living: int) -> None:
-        """Counts a process that is ready (living=1), or that ended before it was ready (living=0)."""
+        """Counts one compiling process that is ready (living=1), or that ended before it was ready (living=0)."""
         with self._beginning:
             self._starting -= 1
             self._living += living
@@ -435,7 +452,7 @@ class Compilers(Executor):
 
 
 def _prepare() -> None:
-    """Initialises Triton: hashes its files and compiles its driver, which it needs before the first kernel."""
+    """Initialises Triton before the first kernel: computes the hash of its files, and compiles its driver."""
     with suppress(Exception):  # a later use of Triton gets the same error
         from triton.runtime import driver
         from triton.runtime.cache import triton_key
@@ -445,7 +462,7 @@ def _prepare() -> None:
 
 
 def _copy_outcome(future: Future[Any], done: Future[Any]) -> None:
-    """Copies the result, error or cancellation of `done` to `future`."""
+    """Copies the result, error or cancellation of the completed future `done` to `future`."""
     if done.cancelled():
         future.cancel()
     elif (error := done.exception()) is not None:
@@ -455,7 +472,7 @@ def _copy_outcome(future: Future[Any], done: Future[Any]) -> None:
 
 
 def _job(compiling: Callable[[], Any]) -> bytes | None:
-    """Returns the job of a call of Triton's compiler. None if the call cannot be converted to text."""
+    """Returns the text of the job for a call of Triton's compiler. None if the call cannot be converted to text."""
     try:
         return job_of(compiling)
     except NotSendable:
@@ -463,10 +480,10 @@ def _job(compiling: Callable[[], Any]) -> bytes | None:
 
 
 def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
-    """Has a process compile a job, and waits for it. Returns False if the process has ended.
+    """Has a compiling process compile a job, and waits for it. Returns False if the process has ended, else True.
 
     Args:
-        process: connection to the process.
+        process: connection to the compiling process.
         job: text of the job.
         launcher: True to compile the kernel's launcher as well.
     """
@@ -482,10 +499,10 @@ def _asked(process: Connection, job: bytes, launcher: bool) -> bool:
 
 @contextmanager
 def _alone(job: bytes) -> Iterator[None]:
-    """Context in which no other process compiles this job. Waits up to LONGEST seconds if one compiles it now.
+    """Context in which no other rank compiles this job. If one compiles it now, waits for it up to LONGEST seconds.
 
-    It locks a file. The operating system releases the lock at the end of the process. On file systems without locks
-    several processes may compile the same job.
+    The context holds a lock on a file. The operating system releases the lock at the end of the process. On file
+    systems without locks several ranks may compile the same job.
     """
     path = os.path.join(_cache(), f"{hashlib.sha256(job).hexdigest()[:32]}.compiling")
     until = time.monotonic() + LONGEST
@@ -519,9 +536,12 @@ def _locked(file: int) -> bool:
 
 
 def of_this_machine(sharing: int = 1) -> int:
-    """Returns the number of compiling processes for one of `sharing` ranks on this machine: one per usable core.
+    """Returns the number of compiling processes for one rank: the usable cores divided by `sharing`.
 
-    The CPU limit of a container counts, too: it may see all cores of its machine, but have the time of only a few.
+    A container's CPU limit also limits this number, because a container may see more cores than it may use.
+
+    Args:
+        sharing: number of ranks on this machine.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # "max" if there is no limit

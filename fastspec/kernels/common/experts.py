@@ -12,11 +12,11 @@ OCP Microscaling Formats 1.0 defines mxfp4. A row is divided into C chunks of 12
 code_packing.py packs "fp4". The last chunk is padded with zeros. A row's 128 codes of a chunk are 64 bytes, and 16 rows
 of a chunk are contiguous.
 
-A row has one int32 of scales for each chunk. Its byte g belongs to values 32 g .. 32 g + 31 of the chunk. It is the
-checkpoint's exponent plus `RAISED`: the exponent of a bf16, by which kernels multiply the codes. Codes that are read as
-bf16 are 2^126 times too small.
+A row has one int32 of scales for each chunk. Byte g of it belongs to values 32 g .. 32 g + 31 of the chunk. The byte is
+the checkpoint's exponent plus `RAISED`. This is the exponent of a bf16, by which kernels multiply the codes. Codes that
+are read as bf16 are 2^126 times too small.
 
-In codes, rows of gate and up are interleaved: 8 of the gate, then the matching 8 of up.
+In the forms mxfp4 and codes, rows of gate and up are interleaved: 8 of the gate, then the matching 8 of up.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class ExpertStack:
     """One matrix [N, K] for each of E experts; y = x W^T.
 
     Attributes:
-        data: values [E, N, K], or a view [E, 2, N/2, K] with some rows of each gate and of each up. For codes: int32
-            words [E, N/16, C', 16, 16], with C' chunks of a row.
-        scales: for mxfp4, int32 [E, N/16, C, 16] with four exponents in each int32; else None.
-        dtype: dtype of the values; for codes, dtype of the activations that they multiply.
+        data: values [E, N, K], or a view [E, 2, N/2, K] with some rows of each gate and of each up. For a quantised
+            stack, the codes: int32 words [E, N/16, C', 16, 16], with C' chunks of a row.
+        scales: for mxfp4, int32 [E, N/16, C, 16] with four exponents in each int32. None in all other forms.
+        dtype: dtype of the values. For a quantised stack, dtype of the activations that it multiplies.
         width: K.
-        gated: True if the stack is in codes whose rows of gate and up are interleaved. Values have the gate's N/2 rows
-            first.
-        codes: the codes, in any other form than mxfp4. `codes.gated` is False: the rows are interleaved before they are
-            packed.
+        gated: True if the stack is quantised and has interleaved rows of gate and up. Stacks of float values have the
+            gate's N/2 rows first.
+        codes: quantised matrices of all experts, in any other format than mxfp4. `codes.gated` is False, because the
+            rows are interleaved before they are packed. None: the stack has float values or is in mxfp4.
     """
 
     data: Tensor
@@ -66,7 +66,7 @@ class ExpertStack:
 
     @classmethod
     def of(cls, values: Tensor) -> ExpertStack:
-        """Makes a stack of float values [E, N, K]. The tensor is not copied."""
+        """Makes an expert stack of float values [E, N, K]. The tensor is not copied."""
         return cls(values, None, values.dtype, values.shape[-1])
 
     @classmethod
@@ -78,14 +78,14 @@ class ExpertStack:
         device: torch.device,
         gated: bool = False,
     ) -> ExpertStack:
-        """Allocates a stack in codes. `fill_codes` writes mxfp4, `fill_all` writes all other kinds.
+        """Allocates a quantised expert stack. `fill_codes` writes mxfp4, `fill_all` writes all other kinds.
 
         Args:
             shape: (E, N, K); `can_stack_codes` returns True for (N, K).
             kind: format of each expert's matrix, and the blocks that share a scale.
             dtype: dtype of the activations.
             device: device of the stack.
-            gated: True if rows 0 .. N/2 - 1 of a checkpoint's matrix are the gate, and the others are up.
+            gated: True if rows 0 .. N/2 - 1 of an expert's matrix in the checkpoint are the gate, and the others up.
         """
         count, rows, width = shape
         chunks = -(-width // CHUNK)
@@ -99,7 +99,7 @@ class ExpertStack:
 
     @property
     def in_codes(self) -> bool:
-        """True if the stack is in codes, mxfp4 or other ones."""
+        """True if the stack is quantised, in mxfp4 or another format."""
         return self.scales is not None or self.codes is not None
 
     @property
@@ -116,13 +116,13 @@ class ExpertStack:
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
     def fill_all(self, experts: Iterable[Codes]) -> None:
-        """Writes the matrices of all experts. The stack is in codes other than mxfp4.
+        """Writes the matrices of all experts to a quantised stack in any other format than mxfp4.
 
         Args:
-            experts: [N, K] of each expert, in order. Gate rows come first.
+            experts: matrix [N, K] of each expert, in order. Gate rows come first.
 
         Raises:
-            ValueError: codes of another kind, or scales that this form cannot hold; see `PackedCodes.fill`.
+            ValueError: the codes are of another kind, or have scales that cannot be stored; see `PackedCodes.fill`.
         """
         packed, (count, rows, width) = self.codes, self.shape
         assert packed is not None, "made by `empty_codes`"
@@ -142,12 +142,12 @@ class ExpertStack:
         packed.fill_scales(torch.cat(scales), torch.cat(zeros) if zeros else None)
 
     def fill_codes(self, expert: int, first: int, codes: Codes) -> None:
-        """Writes some rows of one expert. The stack is in mxfp4.
+        """Writes some rows of one expert's matrix to a stack in mxfp4.
 
         Args:
-            expert: number of the expert.
-            first: number of the first row, in the checkpoint's order, in which gate rows come first.
-            codes: [rows, K] with scales [rows, K/32].
+            expert: index of the expert.
+            first: index of the first row, in the checkpoint's order, in which gate rows come first.
+            codes: the rows, [rows, K] with scales [rows, K/32].
 
         Raises:
             ValueError: the codes are of another kind, or a scale is not a power of two from 2^-127 to 2^63.
@@ -187,7 +187,10 @@ class ExpertStack:
         return rows[..., self._places(torch.arange(rows.shape[-2], device=rows.device)), :]
 
     def _places(self, rows: Tensor) -> Tensor:
-        """Converts row numbers of an expert's matrix in the checkpoint to row numbers in the stack. Any shape."""
+        """Converts indices of rows of an expert's matrix in the checkpoint to indices in the stack.
+
+        rows: indices, in a tensor of any shape. The result has the same shape.
+        """
         if not self.gated:
             return rows
         half = self.shape[1] // 2
@@ -195,7 +198,10 @@ class ExpertStack:
 
 
 def can_stack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
-    """True if experts with quantised matrices (N, K) of this kind can be stored as a stack in codes."""
+    """True if the quantised matrices (N, K) of experts can be stored as a quantised `ExpertStack`.
+
+    kind: format of each matrix, and the blocks that share a scale.
+    """
     rows, width = shape
     if rows % 16 or width % 64:
         return False
@@ -204,9 +210,9 @@ def can_stack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
 
 
 def _padded(kind: CodesKind, width: int) -> CodesKind:
-    """Returns the kind of codes after their rows of `width` columns are padded to whole chunks.
+    """Returns the kind of a quantised matrix after its rows of `width` columns are padded to whole chunks.
 
-    If each row has one scale, it still has one.
+    If each row has one scale before, each padded row has one scale.
     """
     rows, columns = kind.block
     return CodesKind(kind.format, (rows, -(-width // CHUNK) * CHUNK if columns >= width else columns))
@@ -248,15 +254,16 @@ class ExpertWeights:
         router_bias: [E].
         correction: fp32 [E], added to the router's scores only to choose experts (DeepSeek-V3, arXiv 2412.19437).
         gate_up: [E, 2 * I, hidden], gate rows first.
-        gate_up_bias: [E, 2 * I]; or [E, 2, I'] after `columns` took I' of the I columns.
+        gate_up_bias: [E, 2 * I]. After `columns` selected I' of the I columns, it is [E, 2, I'].
         down: [E, hidden, I].
         down_bias: [E, hidden].
         shared_gate: [1, hidden], gate of the shared expert, whose matrices are `gate_up` and `down` of `LayerWeights`.
         latent_in, latent_out: [latent, hidden] and [hidden, latent], projections before and after the experts. The
-            experts' own matrices then have `latent` in place of `hidden`. None: there are none.
-        joined: True if the shared expert is stored as expert number E of `gate_up` and `down`, which then have E + 1
-            experts. Its gate, if any, is the last row of the router, and `shared_gate` is None. The router is then
-            row-major.
+            experts' own matrices then have `latent` in place of `hidden`. None: there are no projections.
+        joined: True if the shared expert is stored as the last of the E + 1 experts in `gate_up` and `down`. Its gate,
+            if it has one, is the last row of the router, and `shared_gate` is None. The router is then row-major.
+
+    A bias, `correction` or `shared_gate` is None if the model does not have it.
     """
 
     router: Weight
@@ -272,9 +279,10 @@ class ExpertWeights:
     joined: bool = False
 
     def columns(self, cut: slice) -> ExpertWeights:
-        """Returns views of the experts' weights for a range of their I intermediate columns. Not for codes.
+        """Returns views of the experts' weights for a range `cut` of their I intermediate columns.
 
-        gate_up and its bias have these rows of each gate and of each up, down has these columns.
+        In the result, `gate_up` and its bias have these rows of each gate and of each up. `down` has these columns. The
+        weights must not be quantised.
         """
         bias = self.gate_up_bias
         return replace(

@@ -26,11 +26,11 @@ class KVScales(NamedTuple):
 
 
 def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
-    """Returns the scales of an 8-bit KV cache: `given`, or 1 without it. None for a cache of another dtype.
+    """Returns the scales of an 8-bit KV cache: `given`, or 1 if it is None. Returns None for a cache of another dtype.
 
     Args:
-        keys: the cache's keys; only the dtype is read.
-        given: scales of the checkpoint. None: it has none.
+        keys: keys of the cache, of which only the dtype is read.
+        given: scales of the checkpoint. None: the checkpoint has no scales.
 
     Raises:
         ValueError: scales are given for a cache that does not have 8 bits.
@@ -43,10 +43,10 @@ def scales_of(keys: Tensor, given: KVScales | None) -> KVScales | None:
 
 
 def as_stored(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
-    """Returns x, of any shape, as a KV cache stores it: rounded to e4m3 for an 8-bit cache, else unchanged.
+    """Returns K or V as the KV cache stores it: x / scale, rounded to e4m3, for an 8-bit cache; else x unchanged.
 
     Args:
-        x: K or V.
+        x: K or V, of any shape.
         dtype: dtype of the cache.
         scale: the scale of K or of V, see the top of this file.
     """

@@ -24,8 +24,9 @@ class _Compiling:
     Attributes:
         mode: Triton's AsyncCompileMode.
         waits: True if the end of the context waits for newly launched kernels. False within `compiling_behind()`.
-        kinds: keys of the kernels that were launched in this context.
-        behind: kernels of an earlier `compiling_behind()` that were launched in this context. Its end waits for them.
+        kinds: keys of the kernels that were launched in this context, with the kinds of their arguments (`_kind`).
+        behind: kernels that an earlier `compiling_behind()` began to compile and that were launched in this context.
+            The end of this context waits for them.
     """
 
     mode: Any
@@ -49,15 +50,15 @@ def pdl_options(pdl: bool) -> dict[str, Any]:
 
 
 def new_ids(count: int, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Allocates a tensor [count] for token ids, uninitialised. Within `compiling()` it is zero.
+    """Allocates an uninitialised tensor [count] for token ids. Within `compiling()` its elements are zero.
 
-    Kernels do not run there, but torch may use the ids as indices.
+    In that context no kernel writes the ids, but torch may use them as indices.
     """
     return (torch.empty if _compiling.get() is None else torch.zeros)(count, dtype=dtype, device=device)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = LEAST, **options: Any) -> None:
-    """Launches kernel[grid](*args, **options). Within `compiling()` it only compiles the kernel.
+    """Launches kernel[grid](*args, **options). Within `compiling()` this only compiles the kernel.
 
     Args:
         kernel: a Triton function.
@@ -89,14 +90,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, least_shared: int = L
 def completed(kernel: Any, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
     """Returns `options` with `enable_fp_fusion`, `PDL` and `launch_pdl` added, unless the caller gave them.
 
-    `enable_fp_fusion` allows fused multiply-add, with one rounding. Triton's default differs between versions, and so
-    would the bits. A kernel with the constexpr PDL may start before the previous kernel ends, if the device has
-    programmatic dependent launch. Elsewhere `launch_pdl` is left out, because Triton's interpreter does not know it.
+    `enable_fp_fusion` allows fused multiply-add, which rounds once. Triton's default differs between versions, so
+    results would differ, too. A kernel with the constexpr PDL may start before the previous kernel ends, if the device
+    has programmatic dependent launch. On other devices `launch_pdl` is left out, because Triton's interpreter does not
+    know it.
 
     Args:
         kernel: a Triton function.
-        args: arguments of the kernel, of which the first tensor tells the device.
-        options: constexpr arguments and launch options.
+        args: arguments of the kernel. The first tensor among them determines the device.
+        options: constexpr arguments of the kernel and launch options.
     """
     options = {"enable_fp_fusion": True, **options}
     if "PDL" not in options and "PDL" in kernel.arg_names:
@@ -148,7 +150,7 @@ def brief() -> Iterator[None]:
 
 
 def _kind(value: Any) -> Hashable:
-    """Returns a key of an argument: its type, and the properties of its value on which machine code may depend."""
+    """Returns a key for a kernel argument: its type, and properties of its value on which machine code may depend."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, tuple):
@@ -196,15 +198,15 @@ def compiling(executor: Executor | None = None) -> Iterator[None]:
 def compiling_behind(*, early: bool = False) -> Iterator[Callable[[], bool] | None]:
     """Context inside `compiling()` whose kernels are compiled in the background.
 
-    The end of `compiling()` does not wait for these kernels. A later launch of one waits until it is compiled. So does
-    the end of a later `compiling()` in which it is launched.
+    The end of `compiling()` does not wait for these kernels. A later launch of such a kernel waits for its compilation.
+    If the kernel is launched in a later `compiling()`, the end of that context waits for its compilation.
 
-    The context yields a function that returns True if any of its kernels was not in the disk cache. It yields None if
-    there are no compiling processes; then nothing should be launched in it.
+    This context yields a function, which returns True if any of its kernels was not in the disk cache. It yields None
+    if there are no compiling processes. Callers should then launch nothing in it.
 
     Args:
-        early: True to compile the kernels at the end of this context, on a third of the processes. False to compile
-            them after all kernels of `compiling()`.
+        early: True to start to compile the kernels at the end of this context, on a part of the processes. False to
+            compile them after all kernels of `compiling()`.
     """
     begun = _compiling.get()
     assert begun is not None, "this is within compiling()"
@@ -234,8 +236,8 @@ def described(tensor: torch.Tensor, block: list[int]) -> Any:
     The 16-byte pieces of a block are swizzled in shared memory, in the pattern that wgmma reads.
 
     Args:
-        tensor: contiguous, at an address that is a multiple of 16.
-        block: shape of a block. Its last axis has 64 or 128 bytes.
+        tensor: a contiguous tensor, at an address that is a multiple of 16.
+        block: shape of a block, in elements. Its last axis has 64 or 128 bytes.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -8,11 +8,11 @@
 |        |                        | 8 of the gate, then the matching 8 of up           |
 
 The operand x of a product with a packed weight is [..., K], or regrouped: [..., K/64, 64]. Regrouping permutes the 32
-pairs of neighbouring values in each group of 64 values of K: pair number 16 h + 4 c + t moves to 8 t + 4 h + c. Then
-the values that one tensor-core instruction reads are contiguous.
+pairs of neighbouring values in each group of 64 values of K: the pair at index 16 h + 4 c + t moves to index
+8 t + 4 h + c. Then the values that one tensor-core instruction reads are contiguous.
 
 A tile of 16 rows is contiguous. In a gated weight, a gate row and its up row are 8 rows apart. So one thread has the
-results of both in its registers.
+results of both rows in its registers.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ PACKED_ROWS = 16  # rows of a tile; weights with fewer rows are not packed (smal
 
 
 def can_pack(weight_shape: Sequence[int], dtype: torch.dtype) -> bool:
-    """True if a weight [N, K] can be packed: 16-bit values, N a multiple of 16, K of 64."""
+    """True if a weight [N, K] can be packed: it has 16-bit values, and N is a multiple of 16, K a multiple of 64."""
     rows, width = weight_shape
     return dtype in DTYPES and rows > 0 and width > 0 and rows % 16 == 0 and width % 64 == 0
 
 
 def pack(weight: Tensor, gated: bool = False) -> Tensor:
-    """Packs a weight [N, K] into a new tensor [N/16, K/32, 16, 32]. It needs no other memory.
+    """Packs a weight [N, K] into a new tensor [N/16, K/32, 16, 32]. Allocates no other memory.
 
     Args:
-        weight: bf16 or fp16.
+        weight: [N, K], bf16 or fp16.
         gated: True if the first N/2 rows are the gate projection and the others the up projection of an MLP.
 
     Raises:
@@ -66,7 +66,7 @@ def pack_into(packed: Tensor, weight: Tensor, gated: bool = False) -> None:
 
 
 def unpack(packed: Tensor, gated: bool = False) -> Tensor:
-    """Undoes `pack`: returns the weight [N, K] of packed [N/16, K/32, 16, 32]. Gate rows come first."""
+    """Undoes `pack`: converts a packed weight [N/16, K/32, 16, 32] to [N, K]. For `gated` see `pack`."""
     tiles, columns = packed.shape[:2]
     return _in_rows(packed, gated).reshape(tiles * 16, columns * 32)
 
@@ -76,17 +76,20 @@ def _rows_shape(rows: int, width: int, gated: bool) -> tuple[int, ...]:
 
 
 def _in_rows(packed: Tensor, gated: bool) -> Tensor:
-    """Returns a permuted view of a packed weight, in the shape of `_rows_shape`. It is [N, K] when it is flattened."""
+    """Returns a permuted view of a packed weight. Its elements are in the order of the rows [N, K].
+
+    Its shape is that which `_rows_shape` returns. For `gated` see `pack`.
+    """
     halves: Tensor = packed.unflatten(2, (2, 8)).permute(2, 0, 3, 1, 4)
     return halves if gated else packed.transpose(1, 2)
 
 
 def embed_rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Returns rows [..., K] number ids, int64 [...], of a packed weight that is not gated."""
+    """Returns the rows with indices `ids`, int64 [...], of a packed weight as [..., K]. The weight is not gated."""
     return packed[ids // 16, :, ids % 16].flatten(-2)
 
 
 def in_order(regrouped: Tensor) -> Tensor:
-    """Undoes regrouping (see the top of this file): returns [..., K] of [..., K/64, 64]."""
+    """Undoes regrouping (see the top of this file): converts x [..., K/64, 64] to [..., K] in its original order."""
     pairs: Tensor = regrouped.unflatten(-1, (4, 2, 4, 2))
     return pairs.movedim(-4, -2).flatten(-5)

@@ -1,14 +1,14 @@
-"""Quantises a matrix when a model is loaded: to the nearest codes, with the scales of the least squared error.
+"""Quantises a matrix while a model is loaded: to the nearest codes, with the scales of the least squared error.
 
     fp8, int8: one scale for each row.   int4: one scale for each group of columns, symmetric
 
-The basic scale of a group (for fp8 and int8, a row) is its largest magnitude over the largest number of a code. Fifteen
-scales are tried: the basic scale times each factor in `SHRINK`. The one with the least sum of squared errors is chosen.
-A smaller scale clips a few large values, but rounds all others more finely.
+The basic scale of a group (for fp8 and int8, a row) is its largest magnitude divided by the largest number that a code
+can hold. Fifteen scales are tried: the basic scale times each factor in `SHRINK`. The scale with the least sum of
+squared errors is chosen. A smaller scale clips a few large values, but rounds all others more finely.
 
-While scales are compared, the error of a value is its distance from the nearest number of a code, over the scale. Its
-square is rounded to a whole number of 1 / `STEPS`. Sums of whole numbers do not depend on their order, so every device
-chooses the same scales.
+While scales are compared, a value's error is the difference between value / scale and the nearest number that a code
+can hold. Its square is rounded to a multiple of 1 / `STEPS`. Sums of such multiples are exact and do not depend on
+their order, so every device chooses the same scales.
 
 The scale is 1 if all values of a group are zero, or too small for a scale in bf16. A smaller scale would not fit in 16
 bits beside the scales of other groups.
@@ -39,7 +39,10 @@ CPU_VALUES = 2**19
 
 
 def kind_for(form: CodeFormat, shape: tuple[int, int]) -> CodesKind | None:
-    """Returns the `CodesKind` in which a matrix (N, K) is quantised. None if no group size of int4 divides K."""
+    """Returns the `CodesKind` with which a matrix of shape (N, K) is quantised to the format `form`.
+
+    Returns None if `form` is int4, and no group size of int4 divides K.
+    """
     if form != "int4":
         return CodesKind(form, (1, shape[1]))
     group = next((size for size in _GROUPS if shape[1] % size == 0), None)
@@ -62,11 +65,11 @@ def rounded(values: Tensor, kind: CodesKind) -> Codes:
 
 
 def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
-    """Quantises some rows of a matrix, and packs their codes.
+    """Quantises some rows of a matrix, packs their codes, and returns their scales. The scales are not stored.
 
     Args:
         place: the packed matrix, whose `words` are written. Its kind is a result of `kind_for`.
-        tile: number of the first 16-row tile of `place` that is written.
+        tile: index of the first 16-row tile of `place` that is written.
         rows: [n, K] of any float dtype, n a multiple of 16. Gate rows of a gated matrix come first.
 
     Returns:
@@ -78,7 +81,7 @@ def pack_rounded(place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
 
 
 def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
-    """Quantises values fp32 [n, G, K / G], G groups of each row. Returns codes [n, K] and scales [n, G]."""
+    """Quantises fp32 values [n, G, K / G], with G groups in each row. Returns codes [n, K] and scales [n, G]."""
     rows = groups.flatten(0, 1)
     # a column is a group: operations run over long rows, and sums over columns add whole rows
     columns = rows.t().contiguous() if rows.shape[1] <= _GROUPS[0] else rows.t()
@@ -114,15 +117,18 @@ def _rounded(groups: Tensor, form: CodeFormat) -> tuple[Tensor, Tensor]:
 
 
 def _errors(columns: Tensor, scales: Tensor, form: CodeFormat, room: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Returns the sums of squared errors of groups of values, one scale for each group.
+    """Returns the sum of squared errors of each group of values, if the group is quantised with a given scale.
 
     Args:
         columns: fp32 [values of a group, groups].
-        scales: fp32 [groups].
-        room: two scratch tensors like `columns`. To allocate them for every scale would take longer than the sums.
+        scales: fp32 [groups], the scale of each group.
+        form: format of the codes.
+        room: two scratch tensors like `columns`. Allocation for every scale would take longer than the sums. None: they
+            are allocated.
 
     Returns:
-        fp32 [groups]. Squares are rounded to whole numbers of 1 / STEPS, and their sums are exact, times STEPS.
+        fp32 [groups], in units of 1 / STEPS. Each square is rounded to a whole number of these units, and sums of
+        rounded squares are exact.
     """
     quotient, nearest = room or (torch.empty_like(columns), torch.empty_like(columns))
     torch.mul(columns, scales.reciprocal(), out=quotient)  # one instruction, and accurate enough here
@@ -144,14 +150,14 @@ def _wrapped(number: int) -> int:
 
 
 def short(scales: Tensor) -> Tensor:
-    """Rounds scales to 8 bits of mantissa, as in checkpoints. They are never 0, because values are divided by them."""
+    """Rounds scales to 8 bits of mantissa, as in checkpoints. Values are divided by scales, so results are never 0."""
     return scales.bfloat16().float().clamp(min=LEAST)
 
 
 def _nearest(quotient: Tensor, form: CodeFormat, place: Tensor) -> Tensor:
-    """Rounds quotients (value / scale) to the nearest numbers that codes hold. Writes them to `place`, fp32.
+    """Rounds quotients (value / scale) to the nearest numbers that codes can hold. For fp8 they must not be negative.
 
-    For fp8, quotients must not be negative.
+    The result is written to `place`, fp32, which is also returned.
     """
     if form != "fp8":
         return torch.round(quotient, out=place).clamp_(*_ENDS[form])
@@ -163,7 +169,7 @@ def _nearest(quotient: Tensor, form: CodeFormat, place: Tensor) -> Tensor:
 
 
 def _codes(quotient: Tensor, form: CodeFormat) -> Tensor:
-    """Returns the codes nearest to quotients (value / scale), uint8. Overwrites the quotients."""
+    """Returns the codes nearest to quotients (value / scale), uint8. Overwrites `quotient`."""
     if form == "fp8":
         return quotient.clamp_(-LARGEST[form], LARGEST[form]).to(torch.float8_e4m3fn).view(torch.uint8)
     nearest = quotient.round_().clamp_(*_ENDS[form])

@@ -32,9 +32,10 @@ class Weight:
         format: layout of `data`.
         gated: True if the matrix is the gate and up projections of an MLP with interleaved rows: 8 of the gate, then
             the matching 8 of up. Only "packed" and "codes" interleave. In other formats the gate's N/2 rows come first.
-        codes: codes and scales of a quantised weight, see code_packing.py.
-        activations: for a quantised weight, the dtype of its operand x and of the values of `unpack`.
-        whole: (N, K) of the whole matrix, if this weight is a rank's part of it. None: this is the whole matrix.
+        codes: codes and scales of a quantised weight, see code_packing.py. None: the weight is not quantised.
+        activations: for a quantised weight, the dtype of its operand x and of the values that `unpack` returns. None
+            for other weights.
+        whole: (N, K) of the whole matrix, if this weight is one rank's part of it. None: this is the whole matrix.
         tree: True if kernels that support it sum over K as one binary tree over consecutive parts of K. A rank's part
             of K is a subtree, so the bits do not depend on the number of ranks.
         blocked: the matrix in the layout of a CPU library. None: it has another format.
@@ -85,7 +86,7 @@ class Weight:
         Args:
             shape: (N, K).
             form: layout of the values.
-            gated: True to interleave rows of gate and up; ignored unless the layout is packed.
+            gated: True to interleave rows of gate and up. Ignored unless the layout is "packed".
             dtype: dtype of the values.
             device: device of the values.
             **sums: the attributes `whole` and `tree` of the weight.
@@ -119,7 +120,7 @@ class Weight:
         return cls(torch.empty(0, dtype=blocked.dtype, device="cpu"), "blocked", blocked=blocked)
 
     def fill_codes(self, codes: Codes) -> None:
-        """Packs the codes of a quantised matrix [N, K] into this weight. Gate rows of a gated weight come first.
+        """Packs a quantised matrix [N, K] into this quantised weight. Gate rows of a gated weight come first.
 
         Raises:
             ValueError: this weight is not quantised, or `codes` do not fit it; see `PackedCodes.fill`.
@@ -132,7 +133,7 @@ class Weight:
         """Writes some rows of a packed weight.
 
         Args:
-            tile: number of the first 16-row tile.
+            tile: index of the first 16-row tile that is written.
             rows: [n, K], n a multiple of 16. Gate rows of a gated weight come first.
         """
         packing.pack_into(self.data[tile : tile + rows.shape[0] // 16], rows, self.gated)
@@ -180,9 +181,9 @@ class Weight:
         return self.data.nbytes if other is None else other.nbytes
 
     def unpack(self) -> Tensor:
-        """Returns the matrix as rows [N, K], gate rows first.
+        """Returns the matrix [N, K] in row-major layout, gate rows first.
 
-        That is `data`, or a copy of the values if they are stored in another format.
+        For the format "rows" this is `data` itself, for all other formats a copy.
         """
         if self.blocked is not None:
             return self.blocked.unpack()
@@ -191,7 +192,7 @@ class Weight:
         return packing.unpack(self.data, self.gated) if self.format == "packed" else self.data
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Returns rows [..., K] number ids, int64 [...] in 0..N-1. The weight is not gated."""
+        """Returns the rows with indices `ids`, int64 [...] in 0..N-1, as [..., K]. The weight is not gated."""
         if self.blocked is not None:
             return self.blocked.embed(ids)
         if self.codes is not None:
@@ -199,11 +200,11 @@ class Weight:
         return packing.embed_rows(self.data, ids) if self.format == "packed" else self.data[ids]
 
     def words(self, *shape: int) -> Tensor:
-        """Views the data of a packed weight as int32 words of two 16-bit values each, in `shape` if it is given."""
+        """Views `data` of a packed weight as 32-bit words (int32) of two 16-bit values, in `shape` if it is given."""
         words = self.data.view(torch.int32)
         return words.view(shape) if shape else words
 
 
 def is_packed(weights: Sequence[Weight], dtypes: Sequence[torch.dtype] = packing.DTYPES) -> bool:
-    """True if all weights are packed values of one of these dtypes."""
+    """True if all weights have the format "packed", with values of one of these dtypes."""
     return all(weight.format == "packed" and weight.dtype in dtypes for weight in weights)

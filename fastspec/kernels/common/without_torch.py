@@ -13,7 +13,7 @@ from types import ModuleType
 
 
 class _Name(type):
-    """Class of stand-ins for names of torch, which serve as annotations and dict keys. A stand-in cannot be called."""
+    """Class of stand-ins for names of torch. They can be annotations and dict keys, but cannot be called."""
 
     def __getattr__(cls, name: str) -> _Name:
         return _named(f"{cls.__qualname__}.{name}", name)

@@ -79,11 +79,13 @@ def paged_attention(
         values: shape and dtype of keys.
         block_table: int64 [B, P], the pages of each row.
         positions: int64 [B, Q], position of each query token.
-        num_blocks: blocks of KEY_BLOCK keys to visit. Every attended position lies below num_blocks * KEY_BLOCK.
+        num_blocks: number of blocks of KEY_BLOCK keys to visit. Every attended position is below
+            num_blocks * KEY_BLOCK.
         rule: window, scale and softcap.
-        sinks: [H] in fp32 or query's dtype. A sink is the score of one more key of a head, whose value is zero.
+        sinks: [H] in fp32 or query's dtype. A sink is the score of one more key of a head, whose value is zero. None:
+            there are no sinks.
         tiling: `tiling.queries` query tokens are multiplied with the keys in one matrix product.
-        kv_scales: scales of an 8-bit cache. None: 1.
+        kv_scales: scales of an 8-bit cache. None: both scales are 1.
 
     Returns:
         [B, Q, H, D] in query's dtype. Softmax and sums are in fp32, online over key blocks (arXiv 2205.14135).
@@ -137,8 +139,8 @@ def _gather_block(
 ) -> tuple[Tensor, Tensor]:
     """Gathers K and V of some positions from a paged cache.
 
-    Positions above `newest` give zeros. Their slots may hold NaN of other rows, and an attention weight of zero does
-    not remove it, because 0 * NaN is NaN.
+    Positions above `newest` give zeros. Their cache slots may hold NaN that other rows wrote. An attention weight of
+    zero does not remove a NaN, because 0 * NaN is NaN.
 
     Args:
         keys, values, block_table: see `paged_attention`.
@@ -200,13 +202,15 @@ class AttendCall(HeadsCall):
     """Arguments of `attend`: those of `store_heads`, and the rules of attention.
 
     Attributes:
-        num_blocks: blocks of KEY_BLOCK keys to visit. Every attended position lies below num_blocks * KEY_BLOCK.
-        first_block: all running rows are at positions in this block or later. The results of other rows may be
-            anything.
+        num_blocks: number of blocks of KEY_BLOCK keys to visit. Every attended position is below
+            num_blocks * KEY_BLOCK.
+        first_block: index of a block of KEY_BLOCK keys. New tokens of all running rows are in this block or later ones.
+            Results of other rows may be anything.
         rule: window, scale and softcap.
-        sinks: [H] in fp32 or qkv's dtype. A sink is the score of one more key of a head, whose value is zero.
+        sinks: [H] in fp32 or qkv's dtype. A sink is the score of one more key of a head, whose value is zero. None:
+            there are no sinks.
         product: the layer's output projection, which is multiplied with the result. Kernels may return the result
-            regrouped for it (packing.py); `layer_tail` takes both orders.
+            regrouped for it (packing.py); `layer_tail` takes both orders. None: the result is not regrouped.
         tiling: see `paged_attention`. Kernels have tiles of their own and do not read it.
     """
 

@@ -28,7 +28,8 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
     Args:
         logits: fp32 [R, E + rule.gates], the router's logits of R tokens.
         rule: formulas and number of experts, see `RoutingRule`.
-        correction: fp32 [E], added to the scores only to choose experts (DeepSeek-V3, arXiv 2412.19437).
+        correction: fp32 [E], added to the scores only to choose experts (DeepSeek-V3, arXiv 2412.19437). None: nothing
+            is added.
 
     Returns:
         Ids of the experts, int32 [R, rule.held], and their factors, fp32 [R, rule.held].
@@ -54,7 +55,7 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
 
 
 def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes `route` for a rule with a shared expert: it is the last expert of every token."""
+    """Computes `route` for a rule with a shared expert, which is the last chosen expert of every token."""
     experts = logits.shape[1] - rule.gates
     ids, factors = route(logits[:, :experts], rule._replace(shared=None), correction)
     gate = sigmoid(logits[:, experts:]) if rule.gates else torch.ones_like(factors[:, :1])
@@ -101,7 +102,10 @@ def route_normed(
 
 
 def _largest(x: Tensor, count: int) -> Tensor:
-    """Returns the indices [R, count] of each row's largest elements, in descending order; the lowest first if equal."""
+    """Returns the indices [R, count] of each row's largest elements, the largest first.
+
+    Of equal elements, the one with the lowest index is first.
+    """
     return x.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
@@ -202,9 +206,9 @@ def _of_expert(rows: Tensor, expert: int, weights: ExpertWeights, clamp: Clamped
 
 
 def _by_pairs(rows: Tensor, ids: Tensor, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
-    """Returns the outputs [R * chosen, hidden] of all (token, expert) pairs, with shapes that do not depend on ids.
+    """Returns the outputs [R * chosen, hidden] of all (token, expert) pairs.
 
-    The matrices of each pair's expert are gathered.
+    The matrices of each pair's expert are copied. So no tensor's shape depends on the values of `ids`.
     """
     room = (0, -ids.numel() % PAIRS)
     blocks = F.pad(rows.repeat_interleave(ids.shape[1], dim=0), (0, 0, *room)).split(PAIRS)
@@ -228,9 +232,11 @@ def _through(
 
 
 def gated(gate_up: Tensor, clamp: ClampedGate | SquaredRelu | None) -> Tensor:
-    """Applies an expert's activation to the result of its first product: [..., 2 I], gate first, to [..., I].
+    """Applies an expert's activation to the result of its first matrix product. Returns [..., I].
 
-    For `SquaredRelu`, which has no gate, `gate_up` is [..., I]. For `clamp` see `experts`.
+    Args:
+        gate_up: [..., 2 I], gate first. For `SquaredRelu`, which has no gate, [..., I].
+        clamp: see `experts`.
     """
     if isinstance(clamp, SquaredRelu):
         return F.relu(gate_up).square()

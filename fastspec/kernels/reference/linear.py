@@ -149,9 +149,9 @@ def argmax(
         weight: [V, K], the LM head. Logits are in fp32.
         limit: number of ids that count. Ids from `limit` on are padding of the vocabulary.
         tiling: `tiling.rows` rows are multiplied in one matrix product.
-        norm: weight [K] and epsilon of an RMSNorm of x, see `rms_norm`.
+        norm: weight [K] and epsilon of an RMSNorm of x, see `rms_norm`. None: x is not normed.
         work: scratch memory from `Ops.workspace`. Torch needs none.
-        out: output. int64 [R] gets the ids; uint64 [R] gets keys of the largest logits, see `keys_of`.
+        out: output. If it is int64 [R], ids are written; if uint64 [R], keys of the largest logits (`keys_of`).
     """
     pick(linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32), limit, out)
 
@@ -165,7 +165,7 @@ def pick(logits: Tensor, limit: int, out: Tensor) -> None:
 
 
 def keys_of(logits: Tensor, limit: int) -> Tensor:
-    """Returns the largest logit of each row and its id as one integer, a key, int64 [R].
+    """Returns a key for each row, int64 [R]: one integer that contains the row's largest logit and its id.
 
     If a vocabulary is divided between ranks, the largest key of all ranks has the id of the largest logit.
 
@@ -192,8 +192,8 @@ class PartKeys(NamedTuple):
     Greedy verification needs nothing else of the logits.
 
     Attributes:
-        keys: int64 [B, k+1, parts]. For each scored position and each part, the result of `keys_of`.
-        width: number of ids of a part. Parts are consecutive.
+        keys: int64 [B, k+1, parts], results of `keys_of` for each scored position and each part.
+        width: number of ids of each part. Part i has the ids from i * width on.
     """
 
     keys: Tensor
@@ -227,7 +227,10 @@ def largest_of(keys: Sequence[Tensor], width: int) -> Tensor:
 
 
 def _placed(keys: Sequence[Tensor], width: int) -> Tensor:
-    """Returns the largest key over all parts, with its id in the whole vocabulary. Arguments: see `largest_of`."""
+    """Returns the largest key over all parts, converted to its id in the whole vocabulary.
+
+    For the arguments see `largest_of`.
+    """
     return torch.stack([torch.where(key > 0, key - part * width, 0) for part, key in enumerate(keys)]).amax(0)
 
 
@@ -291,7 +294,7 @@ def prefill_linear(
     gated: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Computes `linear` with a packed or quantised weight. With `gated` the weight is gated, too (`Weight.gated`)."""
+    """Computes `linear` with a packed or quantised weight. If `gated` is True, `weight.gated` is True, too."""
     return linear(x, weight, bias, norm=norm, residual=residual, gated=gated, out_dtype=out_dtype)
 
 

@@ -52,7 +52,7 @@ class TextTable:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Predicted outputs: for each row a text that its answer is likely to repeat in large parts.
+    """Predicted outputs: for each row a text of which its answer is likely to repeat large parts.
 
     Attributes:
         tokens: int64 [B, R], tokens of the predictions, R >= 1.
@@ -99,7 +99,7 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
         k: number of draft tokens.
 
     Returns:
-        Draft tokens int64 [B, k], and the number of valid ones in each row, int64 [B]; 0 without a match.
+        Draft tokens int64 [B, k], and the number of valid draft tokens of each row, int64 [B]. It is 0 without a match.
     """
     start, run = match_row(call.tokens, call.lengths, call.min_n, call.max_n)
     found = [(_copied(call.tokens, call.lengths, start, k), torch.full_like(run, k), run)]  # drafts, counts, strength
@@ -118,7 +118,7 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
 
 
 def match_row(tokens: Tensor, lengths: Tensor, min_n: int, max_n: int) -> tuple[Tensor, Tensor]:
-    """Finds the longest earlier occurrence of each row's last tokens in the row itself, the latest if equally long.
+    """Finds the longest earlier occurrence of each row's last tokens in the row itself. Of equals, finds the latest.
 
     Args:
         tokens, lengths, min_n, max_n: see `LookUp`.
@@ -143,7 +143,7 @@ def match_row(tokens: Tensor, lengths: Tensor, min_n: int, max_n: int) -> tuple[
 def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
     """Returns the k tokens [B, k] of each row from position `start` [B] on.
 
-    If the row ends before, the copied tokens are repeated.
+    If fewer than k tokens follow, these tokens are repeated.
     """
     period = (lengths - start).clamp_min(1)
     offsets = torch.arange(k, device=tokens.device) % period[:, None]
@@ -151,7 +151,12 @@ def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
 
 
 def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Proposes the tokens of each row's prediction from a place on. `places` is the result of `follow`.
+    """Proposes the tokens of each row's prediction from the place on that `follow` found.
+
+    Args:
+        prediction: predicted outputs of the rows.
+        places: result of `follow`.
+        k: number of draft tokens.
 
     Returns:
         Draft tokens [B, k], the number of valid ones [B], and the strength of the match [B], see `look_up`.

@@ -45,8 +45,8 @@ class KeptState(NamedTuple):
         at: int64 [1], number of the prompt's tokens up to and including this token, a multiple of DELTA_CHUNK. Nothing
             is written if it is 0, or if the pass does not contain this token.
         state: fp32 [value_heads, value_dim, key_dim].
-        inputs: [width, channels], inputs of the convolution at the last positions. That of position p is at index
-            p % width.
+        inputs: [width, channels], inputs of the convolution at the last `width` positions. The input of position p is
+            at index p % width.
     """
 
     at: Tensor
@@ -295,6 +295,6 @@ def sum_last(x: Tensor) -> Tensor:
 
 
 def store(ring: Tensor, rows: Tensor, slots: Tensor, new: Tensor, when: Tensor) -> None:
-    """Sets ring[rows[b], slots[b]] = new[b] for every b where when[b] is True. rows, slots and when are [B]."""
+    """Sets ring[rows[b], slots[b]] = new[b] for every b for which when[b] is True. rows, slots and when are [B]."""
     shape = (-1, *([1] * (new.dim() - 1)))
     ring[rows, slots] = torch.where(when.view(shape), new.to(ring.dtype), ring[rows, slots])

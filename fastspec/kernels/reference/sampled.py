@@ -115,14 +115,14 @@ def sampled_draw(
     keep_draft_probs: bool,
     draws: verify.Draws,
 ) -> None:
-    """Draws draft token number j of every row, and writes it to `rows.draft_tokens[:, j]`.
+    """Draws the draft token with index j of every row, and writes it to `rows.draft_tokens[:, j]`.
 
     Args:
         logits: fp32 [B, 1, V'], the draft model's logits for ids below V' <= V. Other ids have probability 0.
         rows: state of the rows, changed in place.
-        j: number of the draft token, from 0 on.
+        j: index of the draft token, from 0 on.
         work: scratch memory from `Ops.sampled_work`. Torch needs none.
-        purpose: key of the random number: that of a draft, or that of the target (coupled verification).
+        purpose: selects the random numbers: the draft's own, or those of the target (coupled verification).
         keep_draft_probs: True to write the distribution to `rows.draft_probs[:, j]`, which verification reads.
         draws: source of random numbers.
     """

@@ -59,7 +59,7 @@ def feed_rows(
         draft_counts: int64 [B], given only in a draft model's first pass of a step. Receives the number of draft tokens
             that the model may make: at most num_drafts, and each only if all positions before it are below limit. Rows
             without draft tokens store no K and V.
-        num_drafts: k.
+        num_drafts: largest number of draft tokens of a row. Read only with `draft_counts`.
 
     Returns:
         Ids int64 [B, Q], positions int64 [B, Q] >= 0, and bool [B, Q], True for tokens whose K and V are stored.
@@ -113,12 +113,12 @@ def verify_commit(
     A row emits no token at or after a position with invalid logits (NaN or infinite).
 
     Args:
-        logits: fp32 [B, k+1, V], the target's logits. Or only the largest ones of each part of the vocabulary; then
-            nothing is recorded.
+        logits: fp32 [B, k+1, V], the target's logits. Or `PartKeys`, only the largest logits of each part of the
+            vocabulary; then log-probabilities cannot be recorded.
         rows: state of the rows, changed as by `verify.commit`.
         scratch: scratch memory from `Ops.commit_scratch`. Torch needs none.
         publish_to: `entries` and `counter` of `publish`. None: nothing is published.
-        record: log-probabilities to record. None: none.
+        record: log-probabilities to record. None: nothing is recorded.
     """
     if isinstance(logits, PartKeys):
         picks = logits.picks()
@@ -144,7 +144,7 @@ def ended(
         rows: state of the rows, changed as by `verify.commit`.
         logits: fp32 [B, k+1, V], the target's raw logits. Not read without `record`.
         publish_to: `entries` and `counter` of `publish`. None: nothing is published.
-        record: log-probabilities to record and to publish. None: none.
+        record: log-probabilities to record and to publish. None: nothing is recorded.
     """
     verify.commit(rows, accepted, block)
     if record is not None:
