@@ -85,7 +85,7 @@ def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
 
 @gluon.jit
 def _multiply(out, x, ws, slot):
-    """Returns `out` plus the product of x [ROWS, 64] with the weights in slot `slot`, as two products over 32 values."""
+    """Returns `out` plus the product of x [ROWS, 64] with the weights in slot `slot`: two products over 32 values."""
     columns: gl.constexpr = out.shape[1]
     lay: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     for half in gl.static_range(2):
@@ -268,13 +268,19 @@ def _hopper_kernel(
 
 
 def time_of(tile: PrefillTile, num_rows: int, n: int, programs: int) -> float:
-    """Returns the estimated microseconds of a product with K = 4096, `num_rows` rows and n columns on `programs` CTAs."""
+    """Returns the estimated microseconds of a product of `num_rows` rows with n columns and K = 4096.
+
+    programs: number of CTAs.
+    """
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
     return int(triton.cdiv(tiles, programs)) * tile.cost
 
 
 def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> PrefillTile:
-    """Returns the tile with the least estimated time for `num_rows` rows and n columns. `programs`, `parts`: see `run`."""
+    """Returns the tile with the least estimated time for `num_rows` rows and n columns.
+
+    For `programs` and `parts` see `run`.
+    """
 
     def time(tile: PrefillTile) -> float:
         return time_of(tile, num_rows, n, programs)
