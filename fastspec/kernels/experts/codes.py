@@ -115,7 +115,8 @@ def _operands(chunk, left: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr, 
 def _pair_of(chosen, first, count, j):
     """Returns the pairs at indices j of a CTA's `count` pairs, each as row * CHOSEN + (index among the row's experts).
 
-    first: index of the CTA's first pair in `chosen.order`. Indices beyond the last pair give the last pair again.
+    first: index of the CTA's first pair in `chosen.order`; without `order`, the CTA's only pair. Indices beyond the
+    last pair give the last pair again.
     """
     if chosen.order is None:
         return first + j * 0

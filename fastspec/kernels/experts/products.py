@@ -116,9 +116,9 @@ def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns the result of `_values_product`, with the same bits, for weights that `_weights_ahead` has loaded.
+    """Computes `_values_product` with the weights `blocks` that `_weights_ahead` has loaded, in the same order over k.
 
-    blocks: result of `_weights_ahead`. For the other arguments see `_values_product`.
+    For the other arguments see `_values_product`.
     """
     k = tl.arange(0, BLOCK_K)
     xs = ()
