@@ -1,7 +1,8 @@
 """Products with the quantised weights (codes) of chosen experts. Codes are converted to operands in registers.
 
-A pair is a row of x and one of its chosen experts. A CTA has R weight rows of one expert, and up to 8 BLOCKS pairs with
-that expert. Each of S warps takes every S-th chunk of 128 values of K. A lane's 16 bytes are 16 or 32 codes of a row:
+A pair is a row of x and one of its chosen experts. A CTA has R weight rows of one expert, and up to 8 * BLOCKS pairs
+with that expert. Each of S warps takes every S-th chunk of 128 values of K. A lane's 16 bytes are 16 or 32 codes of a
+row:
 
     K        | chunk 0: 128 values | chunk 1 | ... | chunk S-1 | chunk S | ...
     warp     | 0                   | 1       | ... | S-1       | 0       | ...
@@ -58,11 +59,11 @@ BOTH = gl.constexpr(0x00800080)  # times an exponent: a pair of bf16 powers of t
 
 
 class ExpertEpilogue(NamedTuple):
-    """Bias and output of a product, as kernel arguments.
+    """Bias and output of a product with the experts, as kernel arguments.
 
     Attributes:
-        bias: [E, N], or None.
-        out: [R * CHOSEN, N], or [R * CHOSEN, N / 2] with a gate.
+        bias: [E, N]. None: no bias.
+        out: a row for each pair: [R * CHOSEN, N], or [R * CHOSEN, N / 2] with a gate.
     """
 
     bias: Any
@@ -72,9 +73,10 @@ class ExpertEpilogue(NamedTuple):
 @gluon.jit
 def _chunk(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.constexpr, FORM: gl.constexpr,
            GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
-    """Loads the i-th chunk of each of S warps: for mxfp4 codes [S, R, 16] and scales [S, R], else as `k_tile_of`.
+    """Loads the words of the i-th chunk (128 values of K) of each of S warps.
 
-    at, of, inside: results of `_weights`.
+    With mxfp4 returns codes [S, R, 16] and scales [S, R]. With other forms returns the result of `k_tile_of`. at, of,
+    inside: results of `_weights`. RAGGED: True to use the masks `inside`.
     """
     if FORM == "mxfp4":
         codes = words_at(at[0], of[0] + i * (S * PIECE), inside[0], RAGGED, "evict_first")
@@ -93,7 +95,10 @@ def _scaled(pairs, scales, i: gl.constexpr):
 
 @gluon.jit
 def _operands(chunk, left: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr):
-    """Converts a chunk to left operands [S, R, UNIT]. Also returns the scales [S, R, 1] for the sums of its groups."""
+    """Converts a chunk, as `_chunk` returns it, to left operands [S, R, values] of the tensor core, one for each unit.
+
+    Also returns the scales [S, R, 1] for the sums of each group of K. They are an empty tuple if the sums need none.
+    """
     if FORM == "mxfp4":
         codes, scales = chunk
         first, second = code_halves(codes, "fp4", 0)
@@ -108,9 +113,10 @@ def _operands(chunk, left: gl.constexpr, mma: gl.constexpr, FORM: gl.constexpr, 
 
 @gluon.jit
 def _pair_of(chosen, first, count, j):
-    """Returns the numbers (row * CHOSEN + place) of the pairs at indices j of a CTA's `count` pairs.
+    """Returns the pairs at indices j of a CTA's `count` pairs, each as row * CHOSEN + (index among the row's experts).
 
-    Indices beyond the last pair give the last pair again.
+    first: index of the CTA's first pair in `chosen.order`; without `order`, the CTA's only pair. Indices beyond the
+    last pair give the last pair again.
     """
     if chosen.order is None:
         return first + j * 0
@@ -144,7 +150,10 @@ def _write(
     total, tile, expert, pair, valid, epilogue, alpha, limit,
     N: gl.constexpr, R: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Adds the bias to sums [R / 16, 2, 8, BM], applies the activation, rounds once, and stores them for pairs [BM]."""
+    """Adds the bias to sums [R / 16, 2, 8, BM], applies the activation, rounds once and stores the results.
+
+    pair: [BM], the output row of each column. valid: mask [BM] of pairs that exist. For the others see `codes_kernel`.
+    """
     WIDTH: gl.constexpr = N // 2 if GATED else N
     if GATED:
         column = weight_numbers(total, tile * (R // 2), 8, 0)
@@ -187,10 +196,10 @@ def codes_kernel(
     PER: gl.constexpr,  # words that hold the scales of 16 weight rows for one group; with fp4, for one chunk
     PDL: gl.constexpr,
 ):
-    """Multiplies R weight rows of an expert with up to 8 BLOCKS of its pairs.
+    """Multiplies R weight rows of one expert with the rows of x of up to 8 * BLOCKS of its pairs, in each CTA.
 
-    With OF_PAIRS (the second product) it loads weights and the list of pairs before it waits for x. The first product
-    writes only x, and lets this kernel start only after the list of pairs is complete.
+    With OF_PAIRS (the second product) it loads weights and the list of pairs before it waits for x. This is safe. The
+    first product writes only x, and lets this kernel start only after the list of pairs is complete.
     """
     if PDL:
         if not OF_PAIRS:
@@ -216,7 +225,10 @@ def _multiply(
     CHOSEN: gl.constexpr, OF_PAIRS: gl.constexpr, GATED: gl.constexpr, ACTIVATION: gl.constexpr, FORM: gl.constexpr,
     GROUP: gl.constexpr, PER: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Computes the tile of a CTA that has pairs; see `codes_kernel`."""
+    """Computes the output tile of a CTA that has `count` pairs, at least one.
+
+    tile: index of the R weight rows. first: see `_pair_of`. For the other arguments see `codes_kernel`.
+    """
     UNIT: gl.constexpr = unit_of(FORM, GROUP, CHUNK)
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[S, 1, 1], instr_shape=[1, 16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, UNIT // 8)
@@ -281,9 +293,10 @@ def _multiply(
 @gluon.jit
 def _weights(weight, tile, expert, N: gl.constexpr, K: gl.constexpr, S: gl.constexpr, R: gl.constexpr,
              FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
-    """Returns the addresses of a tile's codes and scales, offsets from these addresses, and masks for the last chunk.
+    """Returns the addresses of a weight tile's codes and scales, offsets from these addresses, and masks.
 
-    The masks are for chunks that do not exist, if the number of chunks is no multiple of S.
+    The masks are for the last chunk of each warp. They are False for warps that have no such chunk, if the number of
+    chunks is no multiple of S. tile: index of the R weight rows of `expert`.
     """
     w: gl.constexpr = words_layout(S, R)
     CHUNKS: gl.constexpr = (K + CHUNK - 1) // CHUNK

@@ -1,4 +1,4 @@
-"""Launches the kernels of an MoE layer's experts, and chooses their tiles.
+"""Launches the kernels of an MoE layer's experts, and chooses the tile of a CTA for each launch.
 
 A pair is a row of x and one of its chosen experts. Pairs are sorted by expert.
 """
@@ -26,10 +26,10 @@ from fastspec.shapes import ClampedGate, SquaredRelu
 
 @dataclass(frozen=True, slots=True)
 class ExpertTile:
-    """Tile of one CTA for 16-bit or fp32 weights.
+    """Tile of one CTA for 16-bit or fp32 expert weights.
 
     Attributes:
-        rows: largest number of pairs.
+        rows: largest number of pairs (row of x, chosen expert).
         block_n: number of rows of the weight.
         num_warps, num_stages: launch options of Triton.
     """
@@ -42,10 +42,10 @@ class ExpertTile:
 
 @dataclass(frozen=True, slots=True)
 class CodesTile:
-    """Tile of one CTA for weights in codes. It has 16 rows of the weight.
+    """Tile of one CTA for quantised expert weights (codes). It has 16 rows of the weight.
 
     Attributes:
-        rows: largest number of pairs: 8 times a power of two.
+        rows: largest number of pairs (row of x, chosen expert): 8 times a power of two.
         depth: number of chunks of weights that a warp loads ahead.
     """
 
@@ -73,7 +73,10 @@ AHEAD_BYTES = 1536
 
 
 def keeps_experts(shape: tuple[int, int], kind: CodesKind, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if these kernels can multiply quantised experts of shape (N, K) and this kind with `dtype` activations."""
+    """True if these kernels can multiply quantised experts of shape (N, K) and of this kind.
+
+    dtype: dtype of the activations. device: device of the experts.
+    """
     fits = dtype == torch.bfloat16 and can_stack_codes(shape, kind)
     return fits and (device.type != "cuda" or generation_of(device).supported)
 
@@ -95,7 +98,8 @@ def experts(
         x, ids, factors, weights, clamp, shared, shared_logits, residual: see `Ops.experts`.
 
     Returns:
-        Shape of x: in fp32 without a residual, else in x's dtype. The residual is added before the sum is rounded.
+        The sums, in the shape of x. Without a residual they are fp32. With a residual, it is added before the sum is
+        rounded to x's dtype.
 
     Raises:
         ValueError: shapes, dtypes or layouts that do not fit each other.
@@ -144,7 +148,7 @@ def experts_normed(
 def _expert_outputs(
     x: Tensor, ids: Tensor, factors: Tensor, weights: ExpertWeights, clamp: ClampedGate | SquaredRelu | None
 ) -> Tensor | None:
-    """Returns the output of the chosen expert for each pair, [R * chosen, K]. None if there are no rows."""
+    """Returns the expert's output for each pair (row of x, chosen expert), [R * chosen, K]. None if x has no rows."""
     gated = not isinstance(clamp, SquaredRelu)
     count, first, hidden = weights.gate_up.shape
     inner = first // 2 if gated else first
@@ -171,9 +175,10 @@ def _expert_outputs(
 def _add_up(
     outputs: Tensor, factors: Tensor, others: tuple[Tensor | None, ...], out: Tensor, norm: Norm | None
 ) -> None:
-    """Writes each row's sum of expert outputs to `out`. With `norm`, also writes the norm of each sum to `norm.out`.
+    """Writes each row's sum of expert outputs, times their factors, to `out`.
 
-    others: (shared, shared_logits, residual) of `experts`, which are part of the sum.
+    With `norm`, also writes the RMSNorm of each sum to `norm.out`. others: (shared, shared_logits, residual) of
+    `experts`, which are part of the sum.
     """
     (rows, chosen), hidden = factors.shape, outputs.shape[1]
     added = [None if each is None else each.reshape(rows, -1).contiguous() for each in others]
@@ -186,16 +191,20 @@ def _add_up(
 
 
 def tile_of(stack: ExpertStack, ids: Tensor) -> ExpertTile | CodesTile:
-    """Returns the smallest tile that holds twice the average number of pairs of an expert. The largest if none does."""
+    """Returns the smallest tile that holds twice the average number of pairs of an expert, or the largest tile.
+
+    ids: int32 [R, chosen], the chosen experts of each row.
+    """
     likely = min(len(ids), 2 * triton.cdiv(ids.numel(), stack.shape[0]))
     tiles: tuple[ExpertTile | CodesTile, ...] = CODES_LAUNCH if stack.in_codes else LAUNCH[stack.dtype.itemsize]
     return next((tile for tile in tiles if likely <= tile.rows), tiles[-1])
 
 
 def _chosen(ids: Tensor, experts: int, each: int) -> Chosen:
-    """Assigns pairs to CTAs. Pairs of several rows are sorted by expert, `each` or fewer in a tile (lists.py).
+    """Assigns pairs (row of x, chosen expert) to CTAs.
 
-    With a single row, each pair has CTAs of its own.
+    Pairs of several rows are sorted by expert, with up to `each` pairs in a tile (lists.py). With a single row, each
+    pair has CTAs of its own. experts: number of experts.
     """
     if len(ids) == 1:
         return Chosen(ids, None, None)
@@ -212,12 +221,14 @@ def _product(
     activation: str | None,
     clamp: ClampedGate,
 ) -> Tensor:
-    """Computes one product of each pair with its expert: [R * chosen, N], or [R * chosen, N / 2] with a gate.
+    """Computes one of the two products of each pair (row of x, chosen expert), and the activation after the first.
+
+    Returns [R * chosen, N], or [R * chosen, N / 2] with a gate.
 
     Args:
-        x: with an activation the layer's input [R, K]; without one [R * chosen, K], a row for each pair.
+        x: for the first product the layer's input [R, K]. For the second [R * chosen, K], a row for each pair.
         stack, bias: weights [E, N, K], and bias [E, N] or None.
-        of: assignment of pairs to CTAs.
+        of: assignment of pairs to CTAs, from `_chosen`.
         tile: tile of a CTA.
         chosen: number of chosen experts of a row.
         activation: "silu" or "clamped" (with a gate), or "relu2", for the first product. None: the second product.
@@ -249,7 +260,7 @@ def _product(
 
 
 def _parts_of(stack: ExpertStack) -> tuple[WeightParts, dict[str, Any]]:
-    """Returns the tensors that `codes_kernel` reads, and its constexpr arguments for the form of the codes."""
+    """Returns the tensors that `codes_kernel` reads, and its constexpr arguments FORM, GROUP and PER."""
     if stack.codes is None:
         return WeightParts(stack.data, scales=stack.scales), {"FORM": "mxfp4", "GROUP": 0, "PER": 0}
     return parts_of_codes(stack.codes)

@@ -2,7 +2,7 @@
 
 | result | shape, dtype       | meaning                                                                             |
 |--------|--------------------|-------------------------------------------------------------------------------------|
-| order  | [R * chosen] int32 | numbers of pairs, row * chosen + place, in a stable sort by expert                  |
+| order  | [R * chosen] int32 | indices of pairs, row * chosen + i for a row's i-th expert, stably sorted by expert |
 | tiles  | [T, 3] int32       | expert, index in `order` of the tile's first pair, number of pairs; 0 pairs: unused |
 
 Example with R = 2, chosen = 2, ids [[5, 1], [5, 0]] and up to 2 pairs a tile:
@@ -41,7 +41,7 @@ def list_kernel(
     TILES: tl.constexpr,  # T, rounded up to a power of two
     PDL: tl.constexpr,
 ):
-    """Computes `order` and `tiles` in one CTA, for all rows."""
+    """Computes `order` and `tiles` of `lists_of` for all rows, in one CTA."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -64,7 +64,7 @@ def _few(
     PART: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Computes `order` and `tiles` by comparing each pair with each other pair. For up to PART pairs."""
+    """Computes `order` and `tiles` of `lists_of` by comparing each pair with each other pair. For up to PART pairs."""
     p = tl.arange(0, PART)
     there = p < pairs
     ids = tl.load(ids_ptr + p, mask=there, other=E)
@@ -103,7 +103,10 @@ def _many(
     EXPERTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Computes `order` and `tiles` by counting the pairs of each expert. For more than PART pairs."""
+    """Computes `order` and `tiles` of `lists_of` for more than PART pairs.
+
+    Compares PART pairs at a time, and counts the pairs of each expert.
+    """
     e = tl.arange(0, EXPERTS)
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(0, PAIRS, PART):
@@ -133,15 +136,17 @@ def _many(
 
 
 def tiles_of(pairs: int, experts: int, each: int) -> int:
-    """Returns the largest number of tiles into which `pairs` pairs with `experts` experts may be divided.
+    """Returns an upper limit of the number of tiles, for `pairs` pairs (row, chosen expert) and `experts` experts.
 
-    A tile has up to `each` pairs of one expert. Only the last tile of an expert may have fewer.
+    A tile has `each` pairs of one expert. Only the last tile of an expert may have fewer.
     """
     return min(pairs, pairs // each + experts)
 
 
 def lists_of(ids: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor]:
-    """Sorts pairs by expert and divides them into tiles. Returns (`order`, `tiles`); see the table above.
+    """Sorts pairs (row, chosen expert) by expert and divides them into tiles of pairs with one expert.
+
+    Returns (`order`, `tiles`); see the table at the top of this file.
 
     Args:
         ids: int32 [R, chosen], the expert of each pair.
@@ -166,7 +171,7 @@ def lists_of(ids: Tensor, experts: int, each: int) -> tuple[Tensor, Tensor]:
 def _by_sorting(pairs: Tensor, experts: int, each: int, count: int) -> tuple[Tensor, Tensor]:
     """Computes the results of `lists_of` with torch.sort, for many rows.
 
-    pairs: int32 [R * chosen], the expert of each pair. count: number of tiles.
+    pairs: int32 [R * chosen], the expert of each pair. count: number of rows of `tiles`; those not needed have 0 pairs.
     """
     order = pairs.sort(stable=True).indices.int()
     counts = torch.zeros(experts, dtype=torch.int32, device=pairs.device)

@@ -1,7 +1,8 @@
 """Products with 16-bit or fp32 weights of chosen experts. A CTA reads an expert's weights once for several rows of x.
 
-A pair is a row of x and one of its chosen experts; its number is row * CHOSEN + place. A CTA has pairs with one expert:
-a tile of lists.py, or one pair if there is a single row. codes.py has the kernel for quantised weights.
+A pair is a row of x and one of its chosen experts. The index of a pair is row * CHOSEN + i for the row's i-th expert. A
+CTA has pairs with one expert: a tile of lists.py, or one pair if there is a single row. codes.py has the kernel for
+quantised weights.
 
 Batch invariance. As in `product/portable`, the weights are the left operand, in tiles of at most 32 rows. An element is
 one chain of sums over k, for any number of rows and any index of a row. fp32 has one tile for every call.
@@ -22,11 +23,11 @@ from fastspec.kernels.norm import normed_row, weight_of
 
 
 class Chosen(NamedTuple):
-    """Assignment of pairs to CTAs, as kernel arguments.
+    """Assignment of pairs (row of x, chosen expert) to CTAs, as kernel arguments.
 
     Attributes:
         ids: int32 [R * CHOSEN], the expert of each pair.
-        order: int32 [R * CHOSEN], numbers of pairs sorted by expert. None without `tiles`.
+        order: int32 [R * CHOSEN], indices of pairs sorted by expert. None without `tiles`.
         tiles: int32 [T, 3]: expert, index in `order` of the first pair, number of pairs (0: unused). None: each pair
             has CTAs of its own.
     """
@@ -54,9 +55,9 @@ class Stack(NamedTuple):
     """Operands of a product with the experts, as kernel arguments.
 
     Attributes:
-        x: [R, K], or [R * CHOSEN, K] with a row for each pair.
+        x: [R, K], or [R * CHOSEN, K] with a row for each pair (row, chosen expert).
         weight: [E, N, K].
-        bias: [E, N], or None.
+        bias: [E, N]. None: no bias.
     """
 
     x: Any
@@ -66,7 +67,10 @@ class Stack(NamedTuple):
 
 @triton.jit
 def _pairs_of(chosen, number, ROWS: tl.constexpr):
-    """Loads the expert of tile `number`, the numbers of its pairs [ROWS], and a mask of those that exist."""
+    """Loads the expert of tile `number`, the indices [ROWS] of its pairs, and a mask [ROWS] of pairs that exist.
+
+    chosen: a `Chosen`. Without tiles, `number` is the index of a pair, the only one of the CTA.
+    """
     at = tl.arange(0, ROWS)
     if chosen.tiles is None:
         return tl.load(chosen.ids + number), number + at * 0, at < 1
@@ -78,7 +82,7 @@ def _pairs_of(chosen, number, ROWS: tl.constexpr):
 
 @triton.jit
 def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Returns out [BLOCK_N, ROWS] plus the products of weight rows with rows of x.
+    """Returns `out` [BLOCK_N, ROWS] plus the products of BLOCK_N weight rows with ROWS rows of x.
 
     x_at [1, ROWS] and weight_at [BLOCK_N, 1] point to the start of each row. here: mask [ROWS] of rows that exist.
     """
@@ -97,9 +101,10 @@ def _values_product(x_at, weight_at, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Loads all weights of a CTA, as a tuple of blocks [BLOCK_N, BLOCK_K]. `some`: False to load nothing.
+    """Loads all weights of a CTA, as a tuple of blocks [BLOCK_N, BLOCK_K]. If `some` is False, returns zeros instead.
 
-    This needs no x, so it may run before x is complete.
+    weight_at [BLOCK_N, 1] points to the start of each weight row. This does not read x, so it may run before the
+    previous kernel has written x.
     """
     k = tl.arange(0, BLOCK_K)
     blocks = ()
@@ -111,7 +116,10 @@ def _weights_ahead(weight_at, some, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Computes `_values_product` with the weights that `_weights_ahead` loaded, in the same order over k."""
+    """Computes `_values_product` with the weights `blocks` that `_weights_ahead` has loaded, in the same order over k.
+
+    For the other arguments see `_values_product`.
+    """
     k = tl.arange(0, BLOCK_K)
     xs = ()
     for at in tl.static_range(0, K, BLOCK_K):
@@ -124,9 +132,10 @@ def _product_of_loaded(x_at, blocks, here, out, K: tl.constexpr, BLOCK_K: tl.con
 
 @triton.jit
 def _gated_values_product(x_at, weight_at, here, up_of, gate, up, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Computes `_values_product` twice: for gate rows, added to `gate`, and for up rows, added to `up`.
+    """Returns `gate` and `up`, plus the products of the gate rows and of the up rows with the rows of x.
 
-    weight_at points to the gate rows. The up rows are `up_of` elements after them.
+    weight_at points to the gate rows. The up rows are `up_of` elements after them. For the other arguments see
+    `_values_product`.
     """
     k = tl.arange(0, BLOCK_K)
     for at in range(0, K, BLOCK_K):
@@ -165,8 +174,9 @@ def expert_kernel(
 ):
     """Computes BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    With OF_PAIRS (the second product) it loads the list of pairs, and with AHEAD the weights, before it waits for x.
-    The first product writes only x, and lets this kernel start only after the list of pairs is complete.
+    A pair is a row of x and one of its chosen experts. With OF_PAIRS (the second product) the kernel loads the list of
+    pairs, and with AHEAD the weights, before it waits for x. This is safe. The first product writes only x, and lets
+    this kernel start only after the list of pairs is complete.
     """
     if PDL:
         if not OF_PAIRS:
@@ -224,9 +234,10 @@ def sum_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes [residual +] the sum of a row's expert outputs times their factors [+ shared output].
+    """Computes [residual +] the sum of a row's expert outputs times their factors [+ shared output], and its norm.
 
-    The outputs are added in the order of the row's ids. With a norm, a CTA has a whole row; else BLOCK columns of it.
+    The outputs are added in the order of the row's ids. With a norm, a CTA computes a whole row. Without a norm, it
+    computes BLOCK columns of a row.
     """
     if PDL:
         gdc_launch_dependents()

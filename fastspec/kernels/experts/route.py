@@ -1,9 +1,9 @@
-"""Routing of an MoE layer: chooses the experts of each row, and computes their factors. One CTA per row.
+"""Routing of an MoE layer: chooses the experts of each row (token), and computes their factors. One CTA per row.
 
 | argument   | shape, dtype   | notes                                                      |
 |------------|----------------|------------------------------------------------------------|
 | logits     | [R, N] fp32    | contiguous; E experts, then the shared expert's gate if any |
-| correction | [E] fp32       | or None: added to the scores only to choose experts        |
+| correction | [E] fp32, None | added to the scores, but only to choose experts            |
 
 E is at most `MAX_EXPERTS`. The order of a sum over all experts depends only on E. Scores of chosen experts are added in
 the order in which they are chosen. `route_normed` also computes an RMSNorm of each row, in one more CTA per row.
@@ -49,7 +49,7 @@ class RowNorm(NamedTuple):
 
 @triton.jit
 def _ordered(x):
-    """Converts fp32 x to int32 keys in the same order; 0 and -0 have the same key.
+    """Converts fp32 x to int32 keys that have the same order as the values of x. 0 and -0 have the same key.
 
     A warp finds the largest int32 in one instruction.
     """
@@ -59,9 +59,9 @@ def _ordered(x):
 
 @triton.jit
 def _largest(keys, at, none):
-    """Returns the largest of int32 `keys`, and its index; of equal keys the lowest index.
+    """Returns the largest of int32 `keys`, and its index. Of equal keys it returns the lowest index.
 
-    at: indices of the keys. none: a number that is not below any index.
+    at: indices of the keys. none: a number that is larger than all indices.
     """
     best = tl.max(keys, axis=0)
     return best, tl.min(tl.where(keys == best, at, none), axis=0)
@@ -69,9 +69,9 @@ def _largest(keys, at, none):
 
 @triton.jit
 def _in_kept_groups(ranked, e, E: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the scores `ranked`, with -inf outside of the KEPT best of GROUPS groups of experts.
+    """Returns the experts' scores `ranked`, with -inf for experts outside of the KEPT best of GROUPS groups.
 
-    Groups are ranked by the sum of their two largest scores. e: numbers of the experts.
+    Groups are ranked by the sum of their two largest scores. e: indices of the experts.
     """
     SIZE: tl.constexpr = E // GROUPS
     group = tl.arange(0, BLOCK)  # there are at most as many groups as experts
@@ -207,7 +207,8 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
         logits, rule, correction: see `Ops.route`.
 
     Returns:
-        ids int32 [R, held] and factors fp32 [R, held]. held: number of chosen experts, plus 1 with a shared expert.
+        ids int32 [R, held] of the chosen experts, and their factors, fp32 [R, held]. `held` is the number of chosen
+        experts, plus 1 with a shared expert.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.

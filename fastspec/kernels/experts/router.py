@@ -47,7 +47,10 @@ def router_kernel(
     ROUND_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes BLOCK_N logits of `each` rows of x in each CTA. The first CTA of a row also stores the normed row."""
+    """Computes BLOCK_N of the router's logits, for each of `each` rows of x, in each CTA.
+
+    The CTA with a row's first logits also stores the normed row.
+    """
     if PDL:
         gdc_launch_dependents()
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

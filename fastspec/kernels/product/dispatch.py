@@ -16,8 +16,9 @@ fp32, and a row's sums of products are multiplied by 1 / sqrt(mean(x^2) + eps) a
 overflow.
 
 Batch invariance. The sum over K is split into S partial sums. Each is over every S-th K tile of KT values, in ascending
-order. The partial sums are then added in a fixed order (`plan.Split`). This split depends only on the weight. So a
-row's bits do not depend on other rows, on the kernel or on its tiles.
+order. (For weights with `tree` it is over a contiguous part of K.) The partial sums are then added in a fixed order
+(`plan.Split`). This split depends only on the weight. So a row's bits do not depend on other rows, on the kernel or on
+its tiles.
 
 For greedy decoding, the kernel that computes the logits of a packed LM head also finds the largest logit of each row.
 The logits are not stored:
@@ -60,7 +61,7 @@ def packed_linear(
     """Returns act(rms_norm(x) @ weight.T + bias) + residual, as `Ops.packed_linear`. The table above has the shapes.
 
     Args:
-        x, weight, bias, norm, residual: see the table above. None: the operation is left out.
+        x, weight, bias, norm, residual: see the table above. bias, norm or residual None: the operation is left out.
         gated: True if act is silu(gate) * up. The first half of the weight's N rows are gate rows, as before packing.
         gelu: True for gelu instead of silu in a gated product.
         out_dtype: dtype of the result: x's, or float32. Default: x's.
@@ -103,7 +104,7 @@ def packed_argmax(
     Args:
         x, weight: operands of the logits. `weight` is the LM head.
         limit: only ids below it are compared. At least 1 for ids; may be 0 for keys.
-        scratch: memory of zeros. Calls that may run at the same time need different scratch.
+        scratch: int64 zeros. Calls that may run at the same time need scratch of their own.
         norm: weight and epsilon of an RMSNorm of x. None: no norm.
         pdl: see `packed_linear`.
         out: int64 [R] for ids, or uint64 [R] for keys. None: a new tensor of ids.

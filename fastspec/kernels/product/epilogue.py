@@ -40,7 +40,7 @@ def row_operand(words, DTYPE: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def times_gamma(words, gamma, DTYPE: gl.constexpr):
-    """Multiplies words of two values by words of gamma. Each product is rounded once.
+    """Multiplies words of x by words of gamma, each of two 16-bit values. Each product is rounded once.
 
     In bf16 it computes the FMA x * gamma - 0, because sm_80 has no multiplication of bf16 pairs.
     """
@@ -86,7 +86,7 @@ def _each_of_four(words):
 
 @gluon.jit
 def no_squares(words):
-    """Returns zeros [...], the first `total` of `add_squares`, for words [..., 4]."""
+    """Returns fp32 zeros [...] for words [..., 4]. They are the `total` of the first call of `add_squares`."""
     one = _each_of_four(words)[0]
     return gl.full(one.shape, 0.0, gl.float32, layout=one.type.layout)
 
@@ -95,7 +95,7 @@ def no_squares(words):
 def add_squares(total, words, DTYPE: gl.constexpr):
     """Adds to total [...] the squares of the 8 values in words [..., 4], one after the other.
 
-    So the sums are rounded in the same order in any layout.
+    This order does not depend on the layout of the tensors, so the bits do not either.
     """
     four = _each_of_four(words)
     for i in gl.static_range(4):
@@ -106,7 +106,10 @@ def add_squares(total, words, DTYPE: gl.constexpr):
 
 @gluon.jit
 def folded(x):
-    """Sums [A, n] to [A] as a binary tree of neighbours, in any layout. n is a power of two, at most 32."""
+    """Sums x [A, n] over its last axis to [A], as a binary tree of neighbours, in any layout.
+
+    n is a power of two, at most 32.
+    """
     for _ in gl.static_range(5):
         if x.shape[1] > 1:
             left, right = gl.split(gl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
@@ -116,7 +119,7 @@ def folded(x):
 
 @gluon.jit
 def apart(x):
-    """Splits [A, n] into n tensors [A]."""
+    """Splits x [A, n] into a tuple of n tensors [A], in order."""
     if x.shape[1] == 1:
         return (gl.reshape(x, [x.shape[0]]),)
     else:
@@ -139,7 +142,10 @@ def plus(sums, accs):
 
 @gluon.jit
 def added_up(x):
-    """Sums [A, n] to [A], from the first element to the last. A thread must have all n elements of a row."""
+    """Sums x [A, n] over its last axis to [A], from the first element to the last.
+
+    The layout must keep all n elements of a row in one thread.
+    """
     return in_order(apart(x))
 
 
@@ -147,7 +153,7 @@ def added_up(x):
 def sum_of_splits(acc, PAIRWISE: gl.constexpr):
     """Adds the partial sums [S, R, BM] of S warps, in the order of `by_groups`.
 
-    Returns [R / 16, 2, 8, BM].
+    Returns a tile [R / 16, 2, 8, BM]: element [a, h, r] of its first three axes is weight row 16 a + 8 h + r.
     """
     S: gl.constexpr = acc.shape[0]
     R: gl.constexpr = acc.shape[1]
@@ -168,16 +174,16 @@ def column_layout(tile):
 
 @gluon.jit
 def root_scale(squares, K: gl.constexpr, eps):
-    """Returns 1 / sqrt(mean(x^2) + eps) of rows, from their sums of squares over K."""
+    """Returns 1 / sqrt(mean(x^2) + eps) for each row of x. squares: the row's sum of squares over K."""
     return gl.rsqrt(squares * (1.0 / K) + eps)
 
 
 @gluon.jit
 def splits_scale(squares_ptr, row, there, M, eps, K: gl.constexpr, S: gl.constexpr):
-    """Returns `root_scale` of the rows with numbers `row`.
+    """Returns `root_scale` for the rows of x with indices `row`.
 
-    squares_ptr: fp32 [S, M], sums of squares of each row for each of S splits of K. there: mask of rows that exist;
-    None: all exist.
+    squares_ptr: fp32 [S, M], the sum of squares of each row over each of S splits of K. there: mask of the rows that
+    exist. None: all exist.
     """
     splits = ()
     for i in gl.static_range(S):
@@ -197,7 +203,10 @@ def row_factor(scale, like):
 
 @gluon.jit
 def loaded_factor(scale_ptr, first_row, M, like):
-    """Loads the factors of rows `first_row` and following from scale_ptr, fp32 [M], in the shape of `row_factor`."""
+    """Loads one factor per row of x, from `first_row` on, from scale_ptr, fp32 [M].
+
+    like: tile [A, 2, 8, BM]. Returns [1, 1, 1, BM], as `row_factor`.
+    """
     row = first_row + gl.arange(0, like.shape[3], layout=column_layout(like.type.layout))
     return row_factor(gl.load(scale_ptr + row, mask=row < M, other=0.0), like)
 
@@ -211,7 +220,7 @@ def row_numbers(total):
 
 @gluon.jit
 def weight_numbers(total, first, group, half):
-    """Returns first + group a + half h + r as [A, 2, 8, 1]: the number of the weight row at [a, h, r] of a tile."""
+    """Returns first + a * group + h * half + r as [A, 2, 8, 1]: the index of the weight row at [a, h, r] of a tile."""
     planes: gl.constexpr = gl.SliceLayout(0, total.type.layout)
     groups: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, total.type.layout))
     a = gl.arange(0, total.shape[0], layout=gl.SliceLayout(1, groups))
@@ -225,15 +234,16 @@ def weight_numbers(total, first, group, half):
 
 @gluon.jit
 def _halves(tile):
-    """Splits [A, 2, 8, BM] into [:, 0] and [:, 1]. A thread has both, so no data moves."""
+    """Splits a tile [A, 2, 8, BM] into [:, 0] and [:, 1]. A thread has both, so no data moves between threads."""
     return gl.split(gl.permute(tile, (0, 2, 3, 1)))
 
 
 @gluon.jit
 def regrouped(word):
-    """Returns the index of a word of x after regrouping: the words of one product over 16 values become neighbours.
+    """Returns the index that word number `word` of a row of x has after regrouping.
 
-    Of every 32 words, word 16 h + 4 c + t moves to 8 t + 4 h + c.
+    Of every 32 words, word 16 h + 4 c + t moves to 8 t + 4 h + c. So the 8 words (16 values of K) that one instruction
+    of the tensor core multiplies become neighbours.
     """
     return word // 32 * 32 + word % 4 * 8 + word // 16 % 2 * 4 + word // 4 % 4
 
@@ -254,7 +264,10 @@ def _owned(tile, OWN):
 
 @gluon.jit
 def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns the output column of each weight row of a tile. With GATED a gate row and its up row have the same."""
+    """Returns the output column of each weight row of tile `tile_id`, as [A, 2, 8, 1].
+
+    With GATED, a gate row and its up row have the same column.
+    """
     if GATED:
         return weight_numbers(like, tile_id * (_owned(like, OWN) // 2), 8, 0)
     else:
@@ -263,7 +276,7 @@ def _columns(like, tile_id, GATED: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit
 def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns the end of a tile's output columns: the first column that it does not store, at most `width`."""
+    """Returns the limit of the output columns that a tile stores: only columns below it. It is at most `width`."""
     if _owned(like, OWN) < like.shape[0] * 16:
         width = gl.minimum(width, (tile_id + 1) * _width(_owned(like, OWN), GATED))
     return width
@@ -271,9 +284,10 @@ def _columns_end(like, tile_id, width, GATED: gl.constexpr, OWN: gl.constexpr):
 
 @gluon.jit
 def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.constexpr):
-    """Returns offsets of a tile's values from output row `first_row`, and a mask of those that are stored.
+    """Returns the offsets of a tile's values from output row `first_row`, and a mask of the values that are stored.
 
-    Both are [A, 2, 8, BM], or [A, 8, BM] if GATED.
+    Both are [A, 2, 8, BM], or [A, 8, BM] if GATED. like: a tensor [A, 2, 8, BM] in the tile's layout. OWN: see
+    `_owned`.
     """
     row = row_numbers(like)
     column = _columns(like, tile_id, GATED, OWN)
@@ -290,7 +304,11 @@ def _offsets(like, tile_id, first_row, M, N, GATED: gl.constexpr, OWN: gl.conste
 def addends(
     like, tile_id, first_row, bias_ptr, residual_ptr, M, N, GATED: gl.constexpr, OWN: gl.constexpr = 0
 ):  # fmt: skip
-    """Loads a tile's values of the bias and of the residual, where given, as `loaded` of `write_tile`."""
+    """Loads the elements of the bias and of the residual that belong to a tile. Leaves out a pointer that is None.
+
+    Returns them as a tuple, the argument `loaded` of `write_tile`. like: a tensor [A, 2, 8, BM] in the tile's layout.
+    OWN: see `_owned`.
+    """
     loaded = ()
     if bias_ptr is not None:
         column = _columns(like, tile_id, GATED, OWN)
@@ -307,9 +325,10 @@ def addends(
 
 @gluon.constexpr_function
 def _rows_layout(runs, each, BM, warps):
-    """Returns a layout of [runs, each, BM] in which a thread has the `each` values of a run.
+    """Returns a layout of output values [runs, each, BM] in which one thread has all `each` values of a run.
 
-    A run is `each` neighbouring values of a row. Neighbouring lanes have neighbouring runs.
+    A run is `each` neighbouring values of an output row. Neighbouring lanes have neighbouring runs. warps: number of
+    warps.
     """
     held = [[0, 1 << bit, 0] for bit in range(each.bit_length() - 1)]
     spread = [[1 << bit, 0, 0] for bit in range(runs.bit_length() - 1)]
@@ -326,8 +345,8 @@ def _store_rows(
 ):  # fmt: skip
     """Stores 16-bit values [A, 2, 8, BM], or [A, 8, BM] if GATED, as contiguous pieces of output rows.
 
-    A lane stores 16 bytes, or a word if REGROUP. wgmma leaves single values of several rows in a thread's registers, so
-    the values are first converted to the layout of these stores.
+    A lane stores 16 bytes, or one 32-bit word if REGROUP. wgmma leaves single values of several rows in a thread's
+    registers. So the values are first converted to the layout of these stores. For the arguments see `write_tile`.
     """
     BM: gl.constexpr = values.shape[len(values.shape) - 1]
     EACH: gl.constexpr = 2 if REGROUP else 8
@@ -353,13 +372,13 @@ def write_tile(
     total, loaded, tile_id, first_row, out_ptr, M, N, GATED: gl.constexpr, BIAS: gl.constexpr, RESIDUAL: gl.constexpr,
     REGROUP: gl.constexpr = False, OWN: gl.constexpr = 0, WARPS: gl.constexpr = 0, RAISE: gl.constexpr = False,
 ):  # fmt: skip
-    """Finishes a tile: adds the bias, applies silu(gate) * up, adds the residual, rounds once and stores.
+    """Runs the epilogue of a tile: adds the bias, applies act(gate) * up, adds the residual, rounds once and stores.
 
-    total: sums [A, 2, 8, BM]. loaded: result of `addends`. GATED: 0 for no gate, 2 for gelu (tanh formula, arXiv
-    1606.08415) instead of silu. REGROUP: stores words in the order of `regrouped`; needs WARPS. OWN: number of weight
-    rows whose results are stored, a multiple of 16; 0: all. WARPS: number of warps, if wgmma computed the tile. 0: mma
-    computed it, and values are stored from their layout. RAISE: multiplies the result by 2^64, exactly, for a next
-    product with 8-bit codes.
+    total: fp32 sums [A, 2, 8, BM] over K. loaded: result of `addends`. GATED: 0 for no gate, 1 for silu(gate) * up, 2
+    for gelu(gate) * up (tanh formula, arXiv 1606.08415). REGROUP: stores words in the order of `regrouped`; needs
+    WARPS. OWN: number of weight rows whose results are stored, a multiple of 16; 0: all. WARPS: number of warps, if
+    wgmma computed the tile. 0: mma computed it, and values are stored from their layout. RAISE: multiplies the result
+    by 2^64, exactly, for a next product with 8-bit codes.
     """
     at, valid = _offsets(total, tile_id, first_row, M, N, GATED, OWN)
     if BIAS:
@@ -387,7 +406,9 @@ def write_tile(
 
 @gluon.jit
 def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constexpr = 0):
-    """Combines the largest logit of each row of x in a tile [A, 2, 8, BM] with keys_ptr, by an atomic maximum.
+    """Updates each row's key, for the argmax, with the row's largest logit in a tile of logits [A, 2, 8, BM].
+
+    keys_ptr: int64 [M], updated by an atomic maximum. limit: only ids below it count. OWN: see `_owned`.
 
     A key holds a logit and its id. Keys are ordered by logit, then by lower id. The upper 32 bits order floats as
     integers; NaN is the largest, and 0 equals -0. The lower 31 bits are 2^31 - 1 - id. Every key is above zero, so zero
@@ -407,9 +428,10 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constex
 
 @gluon.jit
 def write_argmax(keys_ptr, out_ptr, out_stride, M, warps: gl.constexpr):
-    """Writes the ids of the keys, and clears the keys for the next launch. Only the last CTA that calls it does this.
+    """Writes the id in each row's key to out_ptr, and sets the keys to zero for the next launch.
 
-    keys_ptr: int64 [M + 1]; the last element counts CTAs. out_ptr: int64 for ids, or uint64 for the keys themselves.
+    Only the last CTA that calls it does this. keys_ptr: int64 [M + 1]; the last element counts CTAs. out_ptr: int64 for
+    ids, or uint64 for the keys themselves. out_stride: elements between two ids.
     """
     kind: gl.constexpr = out_ptr.dtype.element_ty
     # every warp must have entered its maxima before one thread counts this CTA as done

@@ -7,9 +7,9 @@ pass through shared memory. D K tiles of weights are loaded before the kernel wa
 With a norm, the squares of x are summed during the products, or AHEAD of them, while the first weights are loaded.
 Before products with codes another kernel computes the norm.
 
-Batch invariance. An element of the result is the sum of S partial sums, one of each warp. Each is over every S-th K
-tile, in ascending order. They are then added in a fixed order. A row's bits depend neither on the number of rows nor on
-the row's index.
+Batch invariance. An element of the result is the sum of S partial sums, one of each warp. A partial sum is over every
+S-th K tile, in ascending order. (For weights with `tree` it is over a contiguous part of K.) The partial sums are then
+added in a fixed order. A row's bits depend neither on the number of rows nor on the row's index.
 """
 
 # ruff: noqa: RUF005  (Triton adds tuples, and knows no starred ones)
@@ -65,9 +65,12 @@ SQUARED = gl.constexpr(4)  # K tiles of x that are loaded ahead while their squa
 @gluon.jit
 def _rows(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr,
           BLOCKS: gl.constexpr):  # fmt: skip
-    """Loads the words of x of a K tile: one tensor for each block of rows and unit of K. With a norm, gamma's follow.
+    """Loads the 32-bit words of x in one K tile: a tensor for each block of rows and each unit of K (see `unit_of`).
 
-    For `at`, `of`, `first` and `inside` see `rows_in`.
+    With a norm, one more tensor has the words of gamma in this K tile.
+
+    at: address of x, and with a norm that of gamma. of: offsets for each block of rows of x, then for gamma. first:
+    offset of the K tile, in words. inside, RAGGED: see `k` and `ragged` of `words_at`.
     """
     rows = ()
     for b in gl.static_range(BLOCKS):
@@ -88,7 +91,7 @@ def _first_of(some):
 
 @gluon.jit
 def _moved(at, words: gl.constexpr):
-    """Returns the addresses of x and of gamma, advanced by `words` words."""
+    """Returns the addresses `at` of x and, with a norm, of gamma, all advanced by `words` 32-bit words."""
     found = ()
     for i in gl.static_range(len(at)):
         found = found + (at[i] + words,)
@@ -97,9 +100,9 @@ def _moved(at, words: gl.constexpr):
 
 @gluon.jit
 def _runs(words):
-    """Rearranges [S, KT / 2, BM] to [S, KT / 32, 4, BM, 4].
+    """Rearranges the words of x in a K tile, [S, KT / 2, BM], to [S, KT / 32, 4, BM, 4].
 
-    The last axis has the four words that a lane loads together.
+    The last axis has the four words (16 bytes) that a lane loads together.
     """
     runs = gl.reshape(words, [words.shape[0], words.shape[1] // 16, 4, 4, words.shape[2]])
     return gl.permute(runs, (0, 1, 2, 4, 3))
@@ -109,7 +112,8 @@ def _runs(words):
 def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexpr, DTYPE: gl.constexpr):
     """Sums the squares of x over all K tiles: [S, KT / 32, 4, BM], one sum for each 8 values that a lane loads at once.
 
-    For `at`, `of` and `k` see `words_at`.
+    For `at`, `of` and `k` see `words_at`. STEP: words from one K tile of a warp to its next. T: number of K tiles of a
+    warp.
     """
     total = no_squares(_runs(words_at(at, of, k, RAGGED, "")))
     FULL: gl.constexpr = (T - 1 if RAGGED else T) // SQUARED
@@ -127,7 +131,10 @@ def _squares(at, of, k, STEP: gl.constexpr, T: gl.constexpr, RAGGED: gl.constexp
 
 @gluon.jit
 def _row_sums(total):
-    """Adds the sums of squares [S, KT / 32, 4, BM] to [BM]: those of a split as a binary tree, then splits in order."""
+    """Adds the sums of squares [S, KT / 32, 4, BM] of S splits of K to one sum for each row of x, [BM].
+
+    First adds the sums of each split as a binary tree. Then adds the results of the splits in order.
+    """
     S: gl.constexpr = total.shape[0]
     BM: gl.constexpr = total.shape[3]
     RUNS: gl.constexpr = total.shape[1] * 4
@@ -153,8 +160,10 @@ def _step(
 ):  # fmt: skip
     """Adds the products of one K tile to the sums of each block of rows of x. Codes are converted once for all blocks.
 
-    Also adds the squares of x to `squares`, unless it is empty. rows: words of x that were loaded ahead. Empty: the
-    words of each block are loaded when they are needed.
+    Also adds the squares of x to `squares`, unless it is empty. Returns (sums, squares).
+
+    sums: accumulators, as from `no_sums`. k_tile: words of the weights. rows: words of x that were loaded ahead. If
+    `rows` is empty, the words of each block are loaded when they are needed.
     """
     UNIT: gl.constexpr = unit_of(FORM, GROUP, KT)
     UNITS: gl.constexpr = KT // UNIT

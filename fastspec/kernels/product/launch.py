@@ -1,4 +1,8 @@
-"""Launches packed products as plan.py configures them: the norm before, the product, and the sum of splits after."""
+"""Launches packed matrix products with the launch configurations of plan.py.
+
+Some products need two more kernels: one for the norm before the product, and one that adds split-K partial sums after
+it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ def tile_for(weight: Weight, rows: int, *, whole: bool = False, gated: bool = Fa
 
 
 def split_for(weight: Weight) -> Split:
-    """Returns how a product with this weight splits its sum over K."""
+    """Returns the split of the sum over K into partial sums, for products with this weight."""
     if weight.codes is not None:
         return quantised.split_of(weight.codes.form, *weight.shape)
     tree = weight.tree and gpu_of(weight.device).hopper
@@ -124,10 +128,14 @@ class Call:
 
 
 def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
-    """Launches a packed product, and kernels for its norm and its sum of splits where the product's kernel has none.
+    """Launches the kernel of a packed product.
+
+    Also launches kernels for the norm of x and for the sum of partial sums, if the first kernel does not compute them.
 
     Args:
-        tile: launch configuration. Default: the result of `tile_for`. The bits do not depend on it.
+        call: operands and result.
+        pdl: see `packed_linear`.
+        tile: launch configuration. None: the result of `tile_for`. The bits of the result do not depend on it.
     """
     rows, (n, k) = len(call.x), call.weight.shape
     tile = tile or tile_for(call.weight, rows, whole=call.argmax_keys is not None, gated=call.gated)
@@ -168,7 +176,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
 
 
 def parts_of(weight: Weight) -> tuple[WeightParts, dict[str, Any]]:
-    """Returns a weight's tensors, and the constexpr arguments with which reader.py loads them."""
+    """Returns a weight's tensors, and the constexpr arguments FORM, GROUP and PER with which reader.py loads them."""
     codes = weight.codes
     if codes is None:
         return WeightParts(weight.words()), {"FORM": "values", "GROUP": 0, "PER": 0}
@@ -178,9 +186,9 @@ def parts_of(weight: Weight) -> tuple[WeightParts, dict[str, Any]]:
 def permuted_for(
     weight: Weight, x: Tensor, norm: Norm | None, pdl: bool, parts: Parts | None = None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Prepares rows for a TMA kernel's product with `weight`.
+    """Prepares the rows of x for a product with `weight` by a TMA kernel.
 
-    For the other arguments and the results see `permuted_rows`.
+    For the other arguments and the three results see `permuted_rows`.
     """
     split = split_for(weight)
     cut = split.split_k, split.k_tile
@@ -214,14 +222,15 @@ def launch_tma(
 
     Args:
         call: operands; x is the result of `permuted_for`.
-        squares: sums of squares from `permuted_for`.
+        squares: sums of squares of x from `permuted_for`. None: no norm.
         pdl: see `packed_linear`.
         regroup_out: True if the result is stored regrouped, as packing.py describes, like x.
         raise_out: True if a regrouped result is multiplied by 2^64, exactly, for a next product with 8-bit codes. Only
             if the weight of this product has codes.
 
     Returns:
-        None, or the partial sums of splits. `add_up` adds these, and then the bias and residual of `call`.
+        Partial sums, if the kernel stores these. `add_up` adds them, and then the bias and residual of `call`. None:
+        the kernel has written the complete result to `call.out`.
     """
     n, _ = call.weight.shape
     parts = _parts_for(tile, call)
@@ -262,7 +271,7 @@ def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, re
     """Launches the TMA kernel for a 16-bit weight.
 
     Args:
-        ends: the kernel's arguments from `squares_ptr` to `out_stride`.
+        ends: last arguments of `tma_kernel` before the constexpr ones, from `squares_ptr` to `out_stride`.
         shares: number of CTAs among which K is divided.
         regroup_out, pdl: see `launch_tma`.
     """
@@ -284,7 +293,7 @@ def _launch_values(tile: Tma, call: Call, ends: tuple[Any, ...], shares: int, re
 
 
 def _launch_codes(tile: Wide, call: Call, ends: tuple[Any, ...], regroup_out: bool, raise_out: bool, pdl: bool) -> None:
-    """Launches the TMA kernel for a weight in codes. For `ends` see `_launch_values`, for the others `launch_tma`."""
+    """Launches the TMA kernel for a quantised weight. For `ends` see `_launch_values`, for the others `launch_tma`."""
     codes = call.weight.codes
     assert codes is not None
     n, k = codes.shape

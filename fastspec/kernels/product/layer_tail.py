@@ -1,10 +1,10 @@
-"""Layer tail: a layer after attention, and the next layer's q, k and v, with enough rows for the TMA kernels.
+"""Layer tail: the part of a layer after attention, and the next layer's q, k and v, by the TMA kernels for many rows.
 
     x' = x + attended o^T;  x'' = x' + act(norm(x') gate_up^T) down^T;  qkv = norm'(x'') qkv^T
 
 The bits are those of `reference.layer_tail` with packed products. A product's result is stored in the order in which
-the next product reads it (regrouped, see packing.py). Gated products and attention may store it so. Before other
-products, one kernel adds splits and residual, multiplies by the norm's weight, and regroups.
+the next product reads it (regrouped, see packing.py). Gated products and attention can store their results regrouped.
+Before other products, one kernel adds partial sums and residual, multiplies by the norm's weight, and regroups.
 
 There are two halves, `attention_out` and `mlp`. With tensor parallelism each ends with an all-reduce.
 """
@@ -59,12 +59,12 @@ class NextInput(NamedTuple):
 
 @runtime_checkable
 class SharesRoom(Protocol):
-    """`Reduce` (all-reduce) between GPUs that can access each other's memory."""
+    """All-reduce (`Reduce`) between GPUs that can access each other's memory."""
 
     def room_for(self, elements: int) -> Room | None:
-        """Returns memory that all ranks access, for a sum of `elements` fp32 elements.
+        """Returns memory that all ranks can access, for an all-reduce of `elements` fp32 elements.
 
-        None if the `Reduce` itself must be called for a sum of that size.
+        Returns None if the `Reduce` object itself must be called for an all-reduce of that size.
         """
 
 
@@ -77,19 +77,19 @@ def layer_tail(
     pdl: bool,
     reduce: Reduce | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Computes a layer after attention, and q, k and v of the next layer, as `Ops.layer_tail`.
+    """Computes the part of a layer after attention, and q, k and v of the next layer, as `Ops.layer_tail`.
 
     Args:
         attended: output of attention, [B, Q, H * D], or regrouped [B, Q, H * D / 64, 64].
         x: residual stream [B, Q, hidden].
         layer: weights of the layer. `runs_on_tma` must accept them for B * Q rows.
-        next_layer: layer whose q, k and v are computed. None: none.
+        next_layer: layer whose q, k and v are computed. None: `layer` is the last one.
         eps: epsilon of the norms.
         pdl: see `packed_linear`.
         reduce: all-reduce over the ranks. None: one rank.
 
     Returns:
-        The new residual stream [B, Q, hidden]; and q, k and v [B, Q, N], or None.
+        The new residual stream [B, Q, hidden]; and q, k and v [B, Q, N], or None without a next layer.
     """
     shape, rows = x.shape, x.reshape(-1, x.shape[-1]).contiguous()
     x, qkv = mlp(attention_out(attended, rows, layer, eps, pdl, reduce), layer, next_layer, eps, pdl, reduce)
@@ -145,7 +145,7 @@ def mlp(
 
 
 def _raised_for(weight: Weight, given: Tensor) -> Tensor:
-    """Returns regrouped rows as the product with `weight` reads them: multiplied by 2^64, exactly, for 8-bit codes."""
+    """Returns the regrouped rows `given`, multiplied by 2^64, exactly, if `weight` has 8-bit codes. Else unchanged."""
     return given * 2.0**64 if reads_raised(weight) else given
 
 
@@ -154,7 +154,7 @@ def _tile(weight: Weight, rows: int, gated: bool = False) -> Tma | Wide:
 
 
 def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
-    """True if CTAs store partial sums that another kernel adds."""
+    """True if a product with this tile and weight stores partial sums, which another kernel adds."""
     if isinstance(tile, Wide):
         return tile.splits < split_for(weight).split_k
     return tile.split_k is not None
@@ -163,7 +163,10 @@ def _leaves_parts(tile: Tma | Wide, weight: Weight) -> bool:
 def _summed(
     given: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor, pdl: bool, reduce: Reduce | None
 ) -> Tensor:
-    """Returns residual + given @ weight.T [+ bias]. If `reduce` is given, it sums the product over ranks first."""
+    """Returns residual + given @ weight.T [+ bias], [M, N].
+
+    given: regrouped rows [M, K]. reduce: all-reduce that first sums the product over ranks. None: one rank.
+    """
     tile = _tile(weight, len(given))
     if reduce is not None:
         return reduce(_own_sums(tile, given, weight, residual, pdl), bias, residual)
@@ -173,7 +176,11 @@ def _summed(
 
 
 def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Tensor:
-    """Returns this rank's product in fp32 as input of `Reduce`: [M, N], or [splits, M, N] if a tree adds the splits."""
+    """Returns this rank's product in fp32, [M, N], as input of the all-reduce.
+
+    If partial sums are added as a binary tree, without column factors, they are returned instead, [splits, M, N]. like:
+    tensor [M, N] on the same device.
+    """
     parts = _own_parts(tile, given, weight, like, pdl)
     if len(parts.sums) == 1:
         return parts.sums[0]
@@ -185,7 +192,10 @@ def _own_sums(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl
 
 
 def _own_parts(tile: Tma | Wide, given: Tensor, weight: Weight, like: Tensor, pdl: bool) -> Parts:
-    """Returns this rank's product in fp32 as partial sums [splits, M, N]; [1, M, N] if the kernel summed all of K."""
+    """Returns this rank's product in fp32 as partial sums [splits, M, N]; [1, M, N] if the kernel summed all of K.
+
+    like: tensor [M, N] on the same device.
+    """
     out = like.new_empty(1, *like.shape, dtype=torch.float32)
     return launch_tma(tile, Call(given, weight, out[0]), None, pdl) or Parts(out, 1)
 
@@ -200,7 +210,10 @@ def _added(
     pdl: bool,
     reduce: Reduce | None,
 ) -> NextInput:
-    """Computes x = `_summed`, and prepares it for a product of norm(x) with `next_weight`; see `permuted_for`."""
+    """Computes x = residual + given @ weight.T [+ bias], and prepares x for a product of norm(x) with `next_weight`.
+
+    For the first sum see `_summed`, for the preparation `permuted_for`.
+    """
     tile = _tile(weight, len(given))
     if isinstance(reduce, SharesRoom):
         # imported only where several GPUs are used

@@ -38,9 +38,9 @@ def _mma_layout(warps):
 
 @gluon.constexpr_function
 def _stage_layout(BM, W, warps):
-    """Returns the layout of loads of x, words [1, BM, W].
+    """Returns the layout in which x, words [1, BM, W], is loaded from global memory.
 
-    A lane loads the 2 x 4 words of a row that one lane multiplies.
+    A lane loads two groups of four words of a row. One lane later multiplies all eight of these words.
     """
     rows = [1 << bit for bit in range(BM.bit_length() - 1)]
     runs = [[0, 0, 1 << bit] for bit in range(5, W.bit_length() - 1)]
@@ -55,7 +55,7 @@ def _stage_layout(BM, W, warps):
 def _shared_layout(BM, W):
     """Returns the layout of x, words [1, BM, W], in shared memory.
 
-    16 bytes hold a lane's operands of two products, and loads have no bank conflicts.
+    Every 16 contiguous bytes are one lane's operands of two mma instructions. Loads have no bank conflicts.
     """
     bits = [[0, 0, 16], [0, 0, 1], [0, 0, 2], [0, 0, 4], [0, 0, 8]] + [[0, 0, 32]] * (W == 64)
     # odd rows swap their halves of 32 bytes, so that 2 rows by 4 lanes use different banks
@@ -65,7 +65,7 @@ def _shared_layout(BM, W):
 
 @gluon.constexpr_function
 def _copy_layout(R, W, warps):
-    """Returns the layout in which weights, words [1, R, W], are copied: a warp copies 512 contiguous bytes."""
+    """Returns the layout of asynchronous copies of weights, words [1, R, W]: a warp copies 512 contiguous bytes."""
     steps = [[0, 0, 4], [0, 0, 8]] + [[0, 1 << bit, 0] for bit in range(4)]
     steps += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
     steps += [[0, 1 << bit, 0] for bit in range(4, R.bit_length() - 1)]
@@ -78,7 +78,7 @@ def _copy_layout(R, W, warps):
 def _weight_layout(R, W):
     """Returns the layout of weights, words [1, R, W], in shared memory: the same order as in global memory.
 
-    A warp loads 512 contiguous bytes for each fragment.
+    A warp loads 512 contiguous bytes for each fragment of the tensor core.
     """
     bits = [[0, 0, 1 << bit] for bit in range(4)] + [[0, 1 << bit, 0] for bit in range(4)]
     bits += [[0, 0, 1 << bit] for bit in range(4, W.bit_length() - 1)]
@@ -88,7 +88,7 @@ def _weight_layout(R, W):
 
 @gluon.jit
 def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
-    """Allocates shared memory for one step of x: a buffer for each group of rows."""
+    """Allocates shared memory for the words of x in one step: a buffer for each of GROUPS groups of GROUP rows."""
     buffers = ()
     for _i in gl.static_range(GROUPS):
         buffers = buffers + (gl.allocate_shared_memory(gl.int32, [1, GROUP, WORDS], _shared_layout(GROUP, WORDS)),)
@@ -97,18 +97,23 @@ def _buffers(GROUP: gl.constexpr, GROUPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _turns(depth):
-    """Returns the number of buffers of x that are used in turn: the smallest divisor of `depth` above 1."""
+    """Returns the number of buffers for x that are used in turn: the smallest divisor of `depth` above 1.
+
+    depth: number of steps whose weights are in shared memory.
+    """
     return min(count for count in range(2, depth + 1) if depth % count == 0)
 
 
 @gluon.jit
 def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Issues the copies of a step's weights from `at` + `of` to shared memory `to`.
+    """Issues the asynchronous copies of a step's weights from address `at` + `of` to shared memory `to`.
 
     Writes zeros beyond K, and for steps after the last pass.
 
     Args:
+        of: offsets of the words, for step 0.
         zero: tensor [1, 1, 1] of zero, because a mask must be a tensor.
+        step, STEPS, K_TILE, S: see `place_of`.
     """
     place = place_of(step, STEPS, K_TILE, S)
     there = (zero + place < K // 2) & (step < S * STEPS)
@@ -117,9 +122,10 @@ def _copied(to, at, of, zero, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE
 
 @gluon.jit
 def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr):
-    """Loads a step's words of x: [1, GROUP, WORDS] for each group of rows.
+    """Loads the 32-bit words of x in one step: a tensor [1, GROUP, WORDS] for each group of rows.
 
-    Zero beyond K, and for rows that do not exist (`valid`).
+    Words beyond K are zero. Rows where the mask `valid` is False are also zero. at, of: address and offsets of the
+    words, for step 0. step, STEPS, K_TILE, S: see `place_of`.
     """
     place = place_of(step, STEPS, K_TILE, S)
     there = place < K // 2
@@ -131,10 +137,10 @@ def _fetched(at, of, valid, step, K: gl.constexpr, STEPS: gl.constexpr, K_TILE: 
 
 @gluon.jit
 def _products(accs, weight, shared, nil, left: gl.constexpr, right: gl.constexpr, DTYPE: gl.constexpr):
-    """Returns accs plus a step's products of the weights with each group of rows of x.
+    """Returns `accs` plus the products of one step's weights with each group of rows of x.
 
-    Multiplies one group at a time, so that its operands fit into the registers. weight, shared: a step's weights and
-    groups of x in shared memory. nil: 0, but unknown to the compiler.
+    Multiplies one group at a time, so that its operands fit into the registers. weight, shared: the step's weights and
+    the groups of x, in shared memory. nil: 0, but unknown to the compiler.
     """
     w: gl.constexpr = gl.DotOperandLayout(0, left.parent, 4)  # in words, so half as many are contiguous
     x: gl.constexpr = gl.DotOperandLayout(1, right.parent, 4)
@@ -171,7 +177,10 @@ def _passed(
     S: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Makes one pass over K. Returns its sums, and the words of x for the next pass's first step."""
+    """Makes one pass over K, which computes one of S partial sums.
+
+    Returns `accs` plus the products of this pass, and the words of x for the first step of the next pass.
+    """
     D: gl.constexpr = len(ring)
     for turn in range(turns):
         first = number * STEPS + turn * D
@@ -191,9 +200,9 @@ def _passed(
 
 @gluon.jit
 def _stashes(like):
-    """Allocates shared memory for the sums of complete passes, because registers hold those of the current pass.
+    """Allocates shared memory for the sums of complete passes, with the values of `like` in it at first.
 
-    The memory begins with the values of `like`.
+    The registers are needed for the sums of the current pass.
     """
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(2, 1, 8, [2, 1, 0])
     stashes = ()

@@ -27,9 +27,9 @@ def _warps(lanes):
 
 @gluon.jit
 def _words(at, of, first: gl.constexpr, T: gl.constexpr, STEP: gl.constexpr, K: gl.constexpr):
-    """Loads words at offsets `of` in each of up to BLOCK groups of S K tiles, from group `first` on. Zeros beyond K.
+    """Loads the 32-bit words at offsets `of` in each of up to BLOCK groups of S K tiles, from group `first` on.
 
-    T: number of groups. STEP: words of a group.
+    Words beyond K are zero. at: address of the row. T: number of all groups of the row. STEP: words of a group.
     """
     found = ()
     for i in gl.static_range(first, min(T, first + BLOCK)):
@@ -50,7 +50,10 @@ def norm_kernel(
     PDL: gl.constexpr,
     DTYPE: gl.constexpr,
 ):
-    """Computes x * gamma of one row, and 1 / sqrt(mean(x^2) + eps)."""
+    """Computes x * gamma and 1 / sqrt(mean(x^2) + eps) of one row of x in each CTA.
+
+    S, KT: number of splits of K, and values of K in a K tile, of the product that follows.
+    """
     RUNS: gl.constexpr = KT // 8  # number of 16-byte loads per K tile and row
     WARPS: gl.constexpr = _warps(S * RUNS)
     T: gl.constexpr = (K + S * KT - 1) // (S * KT)

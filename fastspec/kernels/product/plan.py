@@ -139,7 +139,7 @@ class Wide:
         weight_rows, rows: rows of the weight and of x in one CTA.
         warps: number of multiplying warps: one for each 16 weight rows.
         stages: number of K tiles in shared memory.
-        splits: number of splits of K that a CTA sums. If not all, another kernel adds the partial sums.
+        splits: number of splits of K that a CTA sums. If it is less than all, another kernel adds the partial sums.
         registers: limit of registers per thread.
     """
 
@@ -284,7 +284,7 @@ def tile_of(
     Args:
         whole: True if a CTA must sum over all of K, because an argmax follows.
         gated: True if silu(gate) * up follows the product.
-        split: split of the weight; None: that of its shape.
+        split: split of K for this weight. None: the result of `split_of`.
     """
     split = split or split_of(n, k)
     if rows > max_few_rows(gpu):
@@ -319,7 +319,7 @@ def _many_rows_of(rows: int, split: Split, gpu: Gpu) -> ManyRows:
 def _tma_of(n: int, k: int, rows: int, split: Split, sms: int, whole: bool, gated: bool) -> Tma:
     """Returns the launch configuration of the TMA kernel, with one or two CTAs on an SM.
 
-    With few weight rows, K is split over CTAs.
+    With few weight rows, K is split over CTAs. sms: number of SMs of the GPU. For the other arguments see `tile_of`.
     """
     rows = cdiv(rows, cdiv(rows, TMA_ROWS))
     group = 1 << (rows.bit_length() - 1)

@@ -154,7 +154,7 @@ def _prefill_kernel(
 
 
 def launch_of(num_rows: int, shared: int) -> Launch:
-    """Returns the tile for a chunk of `num_rows` rows, if a CTA may use `shared` bytes of shared memory."""
+    """Returns the launch configuration for a chunk of `num_rows` rows. shared: bytes of shared memory of a CTA."""
     table = next(table for least, table in LAUNCH.items() if shared >= least)
     return next((launch for rows, launch in table if num_rows <= rows), table[-1][1])
 
@@ -174,9 +174,9 @@ def prefill_linear(
     Args:
         x: [..., K].
         weight: packed, K a multiple of 64; if `gated` with interleaved rows.
-        bias: [N], contiguous.
-        norm: weight [K], contiguous, and epsilon of an RMSNorm of x.
-        residual: [..., N].
+        bias: [N], contiguous. None: no bias.
+        norm: weight [K], contiguous, and epsilon of an RMSNorm of x. None: no norm.
+        residual: [..., N]. None: no residual.
         gated: True if the result is [..., N/2].
         out_dtype: dtype of the result. Default: x's.
 
@@ -200,7 +200,10 @@ def prepared(
     gated: bool,
     out_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Checks the arguments of `prefill_linear`. Returns normed rows [R, K], residual, and memory for the result."""
+    """Checks the arguments of `prefill_linear`, and applies the norm to x.
+
+    Returns the normed rows [R, K], the residual as contiguous tensor or None, and an empty tensor for the result.
+    """
     _check(x, weight, norm)
     if gated and (bias is not None or residual is not None):
         raise ValueError("a gated product has no bias and no residual; leave them out or gate later")

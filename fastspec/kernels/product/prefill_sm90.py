@@ -38,7 +38,7 @@ GROUP = gl.constexpr(16)
 
 @dataclass(frozen=True, slots=True)
 class PrefillTile:
-    """Tile of one CTA, and its time.
+    """Tile of the result that a CTA computes at a time, and its estimated time.
 
     Attributes:
         rows, columns: rows and columns of the result, before the gate.
@@ -59,9 +59,9 @@ TILES = (PrefillTile(128, 256, 4, 42.8), PrefillTile(64, 256, 4, 24.5), PrefillT
 
 @gluon.jit
 def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: gl.constexpr):
-    """Returns the first row and column of tile number `tile`.
+    """Returns the first row and the first column of tile number `tile`.
 
-    Consecutive tiles have the same columns, up to GROUP tiles of different rows. TILES_N: tiles along the columns.
+    Up to GROUP consecutive tiles have the same columns and different rows. TILES_N: number of tiles along the columns.
     """
     per_group: gl.constexpr = GROUP * TILES_N
     first = tile // per_group * GROUP
@@ -72,7 +72,10 @@ def _place(tile, num_rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TILES_N: g
 
 @gluon.jit
 def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
-    """Starts the TMA copies of one step's x and weights to a slot of the ring. `there`: False to copy nothing."""
+    """Starts the TMA copies of one step's x and weights to slot `slot` of the ring buffer in shared memory.
+
+    m, n: first row and column of the tile. full: barriers of the slots. there: False to copy nothing.
+    """
     mbarrier.expect(full.index(slot), (xs.shape[1] + ws.shape[1] * 16) * 128, pred=there)
     load_block(x_desc, [m, step * 64], full.index(slot), xs.index(slot), pred=there)
     for half in gl.static_range(2):
@@ -82,7 +85,7 @@ def _fetch(x_desc, weight_desc, xs, ws, full, slot, m, n, step, there):
 
 @gluon.jit
 def _multiply(out, x, ws, slot):
-    """Returns out + x [ROWS, 64] times a slot's weights, as two products of depth 32."""
+    """Returns `out` plus the product of x [ROWS, 64] with the weights in slot `slot`: two products over 32 values."""
     columns: gl.constexpr = out.shape[1]
     lay: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     for half in gl.static_range(2):
@@ -96,14 +99,17 @@ def _multiply(out, x, ws, slot):
 
 @gluon.jit
 def _exchanged(x):
-    """Exchanges elements 2 i and 2 i + 1 along the last axis of [R, n, 8]."""
+    """Exchanges each element 2 i with element 2 i + 1 along the last axis of x [R, n, 8]."""
     even, odd = gl.split(gl.reshape(x, (x.shape[0], x.shape[1], 4, 2)))
     return gl.reshape(gl.join(odd, even), (x.shape[0], x.shape[1], 8))
 
 
 @gluon.jit
 def _places(part, SLOT: gl.constexpr):
-    """Returns the offsets of sums `part` [R, 64] in slot SLOT of a CTA's memory, which has two slots of HELD sums."""
+    """Returns the offsets at which the sums `part` [R, 64] are stored in slot SLOT of a CTA's device memory.
+
+    This memory has two slots of HELD sums each.
+    """
     row = gl.arange(0, part.shape[0], layout=gl.SliceLayout(1, part.type.layout))
     column = gl.arange(0, part.shape[1], layout=gl.SliceLayout(0, part.type.layout))
     return SLOT * HELD + gl.expand_dims(row, 1) * part.shape[1] + gl.expand_dims(column, 0)
@@ -116,9 +122,9 @@ def _held(part, held, SLOT: gl.constexpr):
 
 @gluon.jit
 def _hold(part, held, PART: gl.constexpr):
-    """Stores the sums of part PART of K in the CTA's memory `held`.
+    """Stores `part`, the sums over part number PART of K, in the CTA's device memory `held`.
 
-    Slot 0 receives part 0, and then part 0 + part 1. Slot 1 receives part 2.
+    Slot 0 receives the sums over part 0, and later those over parts 0 and 1. Slot 1 receives the sums over part 2.
     """
     if PART == 1:
         part = _held(part, held, 0) + part
@@ -130,10 +136,10 @@ def _store(
     part, m, n, bias_ptr, residual_ptr, out_ptr, held, num_rows,
     WIDTH: gl.constexpr, STRIDE: gl.constexpr, WARPS: gl.constexpr, PART: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    """Adds bias and residual to sums `part` [R, C] and stores them, 64 columns at a time, through shared memory.
+    """Adds bias and residual to the sums `part` [R, C] and stores the result, 64 columns at a time.
 
-    If K has several parts, sums of all but the last are stored in `held`. The last call adds them as a binary tree. A
-    thread reads only sums that it stored itself.
+    If K has several parts, the sums over all parts before the last are stored in device memory, `held`. The call for
+    the last part adds all of them as a binary tree. A thread reads only sums that it stored itself.
     """
     rows: gl.constexpr = part.shape[0]
     columns: gl.constexpr = part.shape[1]
@@ -262,13 +268,19 @@ def _hopper_kernel(
 
 
 def time_of(tile: PrefillTile, num_rows: int, n: int, programs: int) -> float:
-    """Returns the estimated microseconds of a product with K = 4096 and n columns on `programs` CTAs."""
+    """Returns the estimated microseconds of a product of `num_rows` rows with n columns and K = 4096.
+
+    programs: number of CTAs.
+    """
     tiles = triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns)
     return int(triton.cdiv(tiles, programs)) * tile.cost
 
 
 def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> PrefillTile:
-    """Returns the tile with the least estimated time for n columns on `programs` CTAs. `parts`: see `run`."""
+    """Returns the tile with the least estimated time for `num_rows` rows and n columns.
+
+    For `programs` and `parts` see `run`.
+    """
 
     def time(tile: PrefillTile) -> float:
         return time_of(tile, num_rows, n, programs)
@@ -278,7 +290,7 @@ def tile_of(num_rows: int, n: int, programs: int, parts: int = 1) -> PrefillTile
 
 
 def row_stride(out: Tensor) -> int:
-    """Returns the stride, in elements, between rows of a tensor [..., width]. All its rows have equal distances."""
+    """Returns the stride, in elements, between rows of `out` [..., width]. It must be the same between all rows."""
     return out.stride(-2) if out.dim() > 1 else out.shape[-1]
 
 
@@ -293,7 +305,7 @@ def run(
     programs: int,
     parts: int = 1,
 ) -> None:
-    """Launches the product with a given tile.
+    """Launches the product of a prefill chunk with a given tile. For the other arguments see `prefill_linear`.
 
     Args:
         rows: [R, K]. The addresses of rows and of the packed weight are multiples of 16.

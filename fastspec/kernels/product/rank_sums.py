@@ -55,7 +55,10 @@ def ranks_kernel(
     BLOCK: gl.constexpr,  # elements in a block of the room
     COUNT: gl.constexpr,  # number of blocks of a CTA
 ):
-    """Sums the part of one row that one split of the next product multiplies, and prepares it for this product."""
+    """Computes the part of one row that one split of the next product multiplies, and prepares it for this product.
+
+    The row is the sum over all ranks, plus bias and residual. The grid is (split of the next product, row).
+    """
     K_TILE: gl.constexpr = KT // 2  # in words
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
@@ -87,9 +90,10 @@ def ranks_kernel(
 
 
 def words_of_split(k: int, split: tuple[int, int]) -> int:
-    """Returns the number of words (two elements each) of a row of k elements that one split of K multiplies.
+    """Returns the number of 32-bit words of a row that one split of K multiplies. A word has two elements.
 
-    The number of K tiles is rounded up to a power of two. split: (number of splits, values of K in a K tile).
+    The number of K tiles is rounded up to a power of two. k: elements of a row. split: (number of splits, values of K
+    in a K tile).
     """
     splits, k_tile = split
     tiles: int = triton.next_power_of_2(triton.cdiv(k, splits * k_tile))
@@ -97,9 +101,9 @@ def words_of_split(k: int, split: tuple[int, int]) -> int:
 
 
 def elements_in_room(rows: int, k: int, split: tuple[int, int]) -> int:
-    """Returns the number of elements of a `Room` with which `sum_ranks_permuted` sums rows [rows, k].
+    """Returns the number of elements that `sum_ranks_permuted` needs in its `Room` for a sum of rows [rows, k].
 
-    A CTA has whole blocks of BLOCK elements. split: (number of splits, K tile) of the next product.
+    A CTA has whole blocks of BLOCK elements. split: (number of splits, values of K in a K tile) of the next product.
     """
     return rows * split[0] * max(2 * words_of_split(k, split), BLOCK)
 
@@ -119,9 +123,12 @@ def sum_ranks_permuted(
 
     Args:
         parts: partial sums [SPLITS, M, K] of this rank.
-        bias, residual: [K] and [M, K], added once.
-        norm, split, dtype, pdl, raise_rows: see `split_k.permuted_rows`, which has the same results.
+        bias, residual: [K] and [M, K], added once. bias None: no bias.
+        norm, split, dtype, pdl, raise_rows: see `split_k.permuted_rows`. They are for the next product.
         room: memory that all ranks access, for `elements_in_room` elements.
+
+    Returns:
+        The three results of `split_k.permuted_rows`.
     """
     rows, k = residual.shape
     splits, k_tile = split

@@ -52,7 +52,7 @@ class WeightParts(NamedTuple):
 
 
 def parts_of_codes(codes: PackedCodes) -> tuple[WeightParts, dict[str, Any]]:
-    """Returns the tensors of codes, and the constexpr arguments with which this file loads them."""
+    """Returns the tensors of codes, and the constexpr arguments FORM, GROUP and PER with which this file loads them."""
     # words that hold the scales of 16 rows for one group; with fp4, for 128 values of K
     per = 0 if codes.scales is None else codes.scales[0, 0].numel()
     parts = WeightParts(codes.words, codes.factors, codes.scales, codes.zeros)
@@ -78,9 +78,10 @@ def block_of(FORM, BM):
 
 @gluon.jit
 def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
-    """Loads words at offsets `of` from `at`.
+    """Loads 32-bit words at offsets `of` from the address `at`.
 
-    k: mask for a ragged last K tile, which gives zeros where it is False. policy: eviction policy of the L2 cache.
+    k: mask of words, used only if `ragged`, for a last K tile that is not full. Masked words are zero. policy: eviction
+    policy of the L2 cache.
     """
     if ragged:
         return gl.load(at + of, mask=k, other=0, eviction_policy=policy)
@@ -108,8 +109,8 @@ def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.const
             FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr):  # fmt: skip
     """Loads words of a K tile: its values or codes, then scales and zero points of its groups, if there are any.
 
-    at, of, inside: addresses, offsets and masks from `starts_of` and `weight_offsets`. i: number of the K tile among
-    those of a warp. S: distance in K tiles from one of a warp's K tiles to its next.
+    at, of, inside: addresses, offsets and masks from `starts_of` and `weight_offsets`. i: index of the K tile among the
+    K tiles of a warp. RAGGED: True to use the masks. S: distance in K tiles from one K tile of a warp to its next.
     """
     PIECES: gl.constexpr = pieces_of(KT, FORM)
     GROUPS: gl.constexpr = groups_of(KT, FORM, GROUP)
@@ -130,7 +131,8 @@ def k_tile_of(at, of, i: gl.constexpr, inside, RAGGED: gl.constexpr, S: gl.const
 def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr):
     """Loads words of a block of rows of x, in one tensor for each unit of a K tile.
 
-    The K tile begins `first` words after `at`. For `of` and `inside` see `words_at`.
+    The K tile begins `first` words after the address `at`. of: offsets. inside, RAGGED: see `k` and `ragged` of
+    `words_at`.
     """
     rows = ()
     for u in gl.static_range(KT // UNIT):
@@ -142,7 +144,10 @@ def rows_in(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.co
 def starts_of(
     weight, tile, K: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PER: gl.constexpr
 ):
-    """Returns the addresses of the words of a weight tile of R rows, and of its scales and zero points if any."""
+    """Returns the addresses of a weight tile: of its words, and of its scales and zero points, if it has any.
+
+    tile: index of the tile. R: weight rows of a tile.
+    """
     at = (weight.words + tile * (R * K * bits_of(FORM) // 32),)
     GROUPS: gl.constexpr = K // 128 if FORM == "fp4" else K // GROUP if GROUP > 0 else 0
     if GROUP > 0:
@@ -155,7 +160,7 @@ def starts_of(
 @gluon.jit
 def moved(at, D: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
            PER: gl.constexpr):  # fmt: skip
-    """Returns the addresses `at` of `starts_of`, advanced by D of a warp's K tiles. For S see `k_tile_of`."""
+    """Returns the addresses `at` from `starts_of`, advanced by D K tiles of a warp. For S see `k_tile_of`."""
     GROUPS: gl.constexpr = 1 if FORM == "fp4" else groups_of(KT, FORM, GROUP)
     moved = (at[0] + D * S * pieces_of(KT, FORM) * 256,)
     for i in gl.static_range(1, len(at)):
@@ -167,10 +172,12 @@ def moved(at, D: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, FORM: gl.const
 def weight_offsets(tile, N, K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, R: gl.constexpr, FORM: gl.constexpr,
                    GROUP: gl.constexpr, PER: gl.constexpr, w: gl.constexpr, T: gl.constexpr,
                    RUNS: gl.constexpr = False):  # fmt: skip
-    """Returns offsets of words, scales and zero points from the start of a tile, and masks for a ragged last K tile.
+    """Returns the offsets of words, scales and zero points from the start of a weight tile.
 
-    w: layout of the words. T: number of K tiles of a warp. RUNS: True if the K tiles of a warp are consecutive; only
-    for FORM "values".
+    Also returns masks of the words and scales that exist in a warp's last K tile.
+
+    tile: index of the tile. R: weight rows of a tile. w: layout of the words. T: number of K tiles of a warp. RUNS:
+    True if the K tiles of a warp are consecutive; only for FORM "values".
     """
     s, r, k = _numbers(w, S, R, KT // 2 if FORM == "values" else 16)
     group = _groups_of_rows(tile, r // 16, N, R)
@@ -210,14 +217,14 @@ def _numbers(like: gl.constexpr, S: gl.constexpr, R: gl.constexpr, W: gl.constex
 
 @gluon.jit
 def _groups_of_rows(tile, group, N, R: gl.constexpr):
-    """Returns `group`, numbers of groups of 16 weight rows within a tile, limited to the last group of the weight."""
+    """Returns `group`, indices of groups of 16 weight rows within a tile, limited to the last group of the weight."""
     return gl.minimum(tile * (R // 16) + group, N // 16 - 1) - tile * (R // 16)
 
 
 @gluon.jit
 def operands_of(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr,
                 DTYPE: gl.constexpr):  # fmt: skip
-    """Returns the operands of a K tile: a 16-bit tensor [S, R, `unit_of`] for each unit, in layout `left`.
+    """Returns the operands of a K tile: a 16-bit tensor [S, R, unit] for each unit (`unit_of`), in layout `left`.
 
     k_tile: result of `k_tile_of`. Codes are converted.
     """
@@ -251,9 +258,9 @@ def scales_of(k_tile, like: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexp
 
 @gluon.jit
 def less_offset(part, total, FORM: gl.constexpr):
-    """Returns `part`, sums of stored codes times x, minus the offset of stored codes times `total`.
+    """Returns `part`, sums of stored codes times x, minus `offset_of` times `total`, the sums of x.
 
-    total: sums of x [S, 16, BM], the same in all 16 rows.
+    total: [S, 16, BM], the same in all 16 rows.
     """
     total = gl.convert_layout(for_all(total, part.shape[1]), part.type.layout, assert_trivial=True)
     return gl.fma(gl.full_like(total, -1.0 * offset_of(FORM)), total, part)
@@ -300,9 +307,10 @@ def block_sums(sums, units, rows, scales, ones_of, right: gl.constexpr, FORM: gl
 @gluon.jit
 def no_sums(S: gl.constexpr, R: gl.constexpr, BLOCK: gl.constexpr, BLOCKS: gl.constexpr, OWN_SUM: gl.constexpr,
             mma: gl.constexpr):  # fmt: skip
-    """Returns sums of zero for each block of rows of x: accumulators [S, R, BLOCK].
+    """Returns accumulators [S, R, BLOCK] of zeros, one for each of BLOCKS blocks of rows of x.
 
-    With OWN_SUM also zero sums of x [S, 16, BLOCK], for an offset of codes that is subtracted after the last K tile.
+    With OWN_SUM, each block also has sums of x [S, 16, BLOCK], zero at first. They are for an offset of codes that is
+    subtracted after the last K tile.
     """
     sums = ()
     for _ in gl.static_range(BLOCKS):

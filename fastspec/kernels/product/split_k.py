@@ -1,8 +1,9 @@
-"""Kernels between packed products of many rows: add splits, bias and residual, round once, prepare the next product.
+"""Kernels between packed products of many rows: add partial sums, bias and residual, and prepare the next product.
 
-For the next product with a norm, rows are multiplied with gamma and regrouped, as the TMA kernels read them. The TMA
-kernel applies 1 / sqrt(mean(x^2) + eps) to its sums. It adds the squares from one sum for each of its splits of K, in
-the order of norm.py. So a CTA here has the part of a row that one split multiplies, and even few rows give many CTAs.
+A sum is rounded once. For a next product with a norm, rows are multiplied with gamma and regrouped, as the TMA kernels
+read them. The TMA kernel multiplies its sums by 1 / sqrt(mean(x^2) + eps). It gets the squares as one sum for each of
+its splits of K, and adds these in the order of norm.py. So a CTA here has the part of a row that one split multiplies,
+and even few rows give many CTAs.
 """
 
 # mypy: disable-error-code="assignment"
@@ -67,10 +68,12 @@ def sums_of(
     parts_ptr, factors_ptr, bias_ptr, residual_ptr, factor, row, n, there, M,
     N: gl.constexpr, SPLITS: gl.constexpr, PAIRWISE: gl.constexpr,
 ):  # fmt: skip
-    """Returns elements n of row `row`, in fp32: (sum of splits * column factors * row factor) + bias + residual.
+    """Returns columns `n` of row `row`, in fp32: (sum of SPLITS partial sums * factors * factor) + bias + residual.
 
-    Where a pointer or the factor is None, its operation is left out. Zero where the mask `there` is False. Splits are
-    loaded through shared memory, because the compiler keeps only few loads into registers in flight.
+    factors_ptr: fp32 [N], a factor for each column. factor: factor of the row. If a pointer or the factor is None, its
+    operation is left out. With SPLITS 0 the result is only the residual. Where the mask `there` is False, loaded values
+    count as zero. Partial sums are loaded through shared memory, because the compiler keeps only few loads into
+    registers in flight.
     """
     at = row.to(gl.int64) * N + n
     held = ()
@@ -120,7 +123,10 @@ def sum_kernel(
     WARPS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Adds the splits of COLUMNS elements of one row of the result, then bias and residual, and rounds once."""
+    """Adds the partial sums of COLUMNS elements of one row, then bias and residual, rounds once and stores.
+
+    With squares_ptr, the sum is multiplied by the row's factor of the norm before the bias is added.
+    """
     row = gl.program_id(0)
     n = gl.program_id(1) * COLUMNS + gl.arange(0, COLUMNS, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
     if PDL:
@@ -140,9 +146,10 @@ def leave_given(
     K: gl.constexpr, S: gl.constexpr, KT: gl.constexpr, ROOM: gl.constexpr, SHARED: gl.constexpr, WARPS: gl.constexpr,
     DTYPE: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """Stores the part `total` of a row that one split of the next product multiplies, times gamma and regrouped.
+    """Stores `total`, the part of a row that one split of the next product multiplies, times gamma and regrouped.
 
-    With gamma, also stores the sum of its squares. For the arguments see `regroup_kernel`.
+    With gamma, also stores the sum of squares of this part. word: indices of the part's words. place: indices of these
+    words in the row. For the other arguments see `regroup_kernel`.
     """
     K_TILE: gl.constexpr = KT // 2  # in words
     words_at = row.to(gl.int64) * (K // 2)
@@ -191,7 +198,11 @@ def regroup_kernel(
     DTYPE: gl.constexpr,
     RAISE: gl.constexpr,
 ):
-    """Sums the part of one row that one split of the next product multiplies, and prepares it for this product."""
+    """Computes the part of one row that one split of the next product multiplies, and prepares it for this product.
+
+    The row is the sum of partial sums, bias and residual. The part is stored times gamma and regrouped, together with
+    its sum of squares. The grid is (split of the next product, row).
+    """
     K_TILE: gl.constexpr = KT // 2  # in words
     split, row = gl.program_id(0), gl.program_id(1)
     word = gl.arange(0, ROOM, layout=gl.BlockedLayout([4], [32], [WARPS], [0]))
@@ -223,10 +234,10 @@ def add_up(
     out: Tensor,
     pdl: bool,
 ) -> None:
-    """Writes out [M, N] = round(sum of parts * `factors` [N] * factors of rows [M] + bias [N] + residual).
+    """Writes out [M, N] = round(sum of partial sums * column factors [N] * row factors [M] + bias [N] + residual).
 
     Args:
-        parts: partial sums of the product, with `factors`.
+        parts: partial sums of the product, and the column factors, if it has any.
         squares: fp32 [S, M], result of `permuted_rows`, for the norm before the product. None: rows have no factors.
         norm: weight and epsilon of that norm. A row's factor is 1 / sqrt(mean(x^2) + eps).
         bias: [N], or None.
@@ -266,13 +277,15 @@ def permuted_rows(
         split: (number of splits, values of K in a K tile) of the product.
         dtype: x's dtype in Gluon.
         pdl: see `packed_linear`.
-        parts: partial sums [SPLITS, M, K] of the previous product. They and bias [K] are first added to x. None: x is
+        parts: partial sums [SPLITS, M, K] of the previous product. They and `bias` are first added to x. None: x is
             complete.
+        bias: [K], bias of the previous product. None: no bias.
         raise_rows: True to multiply the regrouped rows by 2^64, exactly, for a product with 8-bit codes.
 
     Returns:
-        x or the sum [M, K]; the same times the norm's weight, regrouped; and sums of squares fp32 [S, M] for each split
-        of the product, or None without a norm.
+        - The sum [M, K], or x itself without `parts`.
+        - The sum times the norm's weight, regrouped, [M, K].
+        - fp32 [S, M]: the sum of squares of each row for each split of the product. None without a norm.
     """
     rows, k = x.shape
     splits, k_tile = split

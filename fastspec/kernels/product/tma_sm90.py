@@ -47,15 +47,15 @@ _boxes = gluon.constexpr_function(boxes)  # `boxes` as a function of device code
 
 @gluon.constexpr_function
 def group_sums(GROUP, warps):
-    """Returns the layout of a wgmma accumulator [R, GROUP]."""
+    """Returns the layout of a wgmma accumulator: fp32 sums of R weight rows times GROUP rows of x, [R, GROUP]."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, GROUP, 16])
 
 
 @gluon.constexpr_function
 def pieces_layout(R, warps, pieces=2):
-    """Returns the layout of a step's weights, words [R / 16, 8 pieces, 32].
+    """Returns the layout in which a step's weights, words [R / 16, 8 pieces, 32], are loaded from shared memory.
 
-    A lane's 16 bytes are its operands of four products.
+    Each 16 bytes of a lane are its operands of four products. warps: number of multiplying warps.
     """
     held = [[0, 0, 1], [0, 0, 2], [0, 4, 0], *([[0, 8, 0]] if pieces == 2 else [])]
     held += [[1 << bit, 0, 0] for bit in range(warps.bit_length() - 1, R.bit_length() - 5)]
@@ -66,7 +66,7 @@ def pieces_layout(R, warps, pieces=2):
 
 @gluon.jit
 def group_operand(words, DTYPE: gl.constexpr):
-    """Casts words of weights [R, 32] to 16-bit values [R, 64], in an order along K that matches regrouped x.
+    """Casts words of weights [R, 32] to 16-bit values [R, 64], in the order along K that regrouped x has.
 
     Each wgmma over 16 neighbours then multiplies the same 16 values of K as one mma of the few-row kernel.
     """
@@ -83,7 +83,7 @@ def _steps_in_all(STEPS, S, pairwise, apart):
 
 @gluon.constexpr_function
 def _box_first(OWN, index):
-    """Returns the first group of 16 weight rows of box `index` of a tile."""
+    """Returns the first weight row, divided by 16, that TMA box `index` of a tile loads. OWN: weight rows of a tile."""
     return sum(_boxes(OWN)[:index]) // 16
 
 
@@ -99,7 +99,8 @@ def _ask_for_weights(
 ):  # fmt: skip
     """Tells the barrier of a step's slot to expect BYTES bytes, and issues the TMA copies of the step's weights.
 
-    place: number of the step within its tile.
+    step: index of the step among all steps of the CTA. place: index of the step within its tile. full: barriers, one
+    for each slot of the ring buffer.
     """
     slot = step % ws.shape[0]
     at = (split * K_TILE + place_of(place, STEPS, K_TILE, S)) // 2
@@ -126,7 +127,7 @@ def _ask_for_rows(
 
 @gluon.jit
 def _turns(N, OWN: gl.constexpr, STAY: gl.constexpr):
-    """Returns the number of weight tiles that this CTA computes."""
+    """Returns the number of weight tiles that this CTA computes: 1, unless CTAs are persistent (STAY)."""
     if STAY:
         return ((N + OWN - 1) // OWN - gl.program_id(0) + gl.num_programs(0) - 1) // gl.num_programs(0)
     else:
@@ -139,7 +140,9 @@ def _fetch(
     PDL: gl.constexpr, EACH: gl.constexpr, STEPS: gl.constexpr, K_TILE: gl.constexpr, S: gl.constexpr,
     BYTES: gl.constexpr, OWN: gl.constexpr, APART: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp. Weights are loaded before the previous kernel ends, x afterwards.
+    """Runs the loading warp. It loads the first weights before the previous kernel ends, and x afterwards.
+
+    full, free: barriers of the ring buffer's slots. EACH: number of steps of a tile.
 
     If this kernel stores partial sums (APART), the next kernel may not start early, because it only adds these. Most of
     its CTAs would wait on the first free SMs.
@@ -169,9 +172,9 @@ def _fetch(
 
 @gluon.jit
 def _weights_of(step, ws, full, WARPS: gl.constexpr):
-    """Waits for a step's weights in their slot, and loads their words [R, 32].
+    """Waits until a step's weights are in shared memory, and loads their words [R, 32] into registers.
 
-    In the slot, as in a packed weight, words 0..15 of 16 rows precede words 16..31 of these rows.
+    In shared memory, as in a packed weight, words 0..15 of 16 rows precede words 16..31 of these rows.
     """
     groups: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
@@ -184,10 +187,13 @@ def _weights_of(step, ws, full, WARPS: gl.constexpr):
 def _passed(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Makes one pass over K, from step `step`, whose weights are `words`.
+    """Makes one pass of STEPS steps over K, which computes one of S partial sums.
 
-    Returns the next step, its weights, and the pass's sums [R, GROUP] for each group of rows of x. A step's weights are
-    loaded while the previous step is multiplied. After step `last`, its weights are loaded again and not used.
+    step, words: first step of the pass, and its weights. nil: 0, but unknown to the compiler.
+
+    Returns the step after the pass, its weights, and the pass's sums [R, GROUP] for each group of rows of x. A step's
+    weights are loaded while the previous step is multiplied. After step `last`, the weights of `last` are loaded again
+    and not used.
     """
     accs = ()
     for i in gl.static_range(len(xs)):
@@ -215,7 +221,7 @@ def _passed(
 def _pairwise_sums(
     step, words, xs, ws, full, free, nil, last, STEPS: gl.constexpr, PAIRWISE: gl.constexpr, WARPS: gl.constexpr
 ):  # fmt: skip
-    """Makes PAIRWISE passes and adds their sums in order. For the results see `_passed`."""
+    """Makes PAIRWISE passes over K and adds their sums in order. For the arguments and results see `_passed`."""
     step, words, totals = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
     for _ in gl.static_range(1, PAIRWISE):
         step, words, accs = _passed(step, words, xs, ws, full, free, nil, last, STEPS, WARPS)
@@ -230,7 +236,10 @@ def _zero_sums(R: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _leave(accs, parts, split, first_row, M, N, OWN: gl.constexpr):
-    """Stores the sums over this CTA's PAIRWISE splits as partial sums, in parts[split], fp32 [S / PAIRWISE, M, N]."""
+    """Stores this CTA's sums `accs` over PAIRWISE splits of K as partial sums number `split` of `parts`.
+
+    parts: fp32 [S / PAIRWISE, M, N]. OWN: number of weight rows of the CTA.
+    """
     for i in gl.static_range(len(accs)):
         n = gl.arange(0, accs[i].shape[0], layout=gl.SliceLayout(1, accs[i].type.layout))
         first = gl.program_id(0) * OWN
@@ -253,9 +262,10 @@ def _work_out_factors(
     factors, known, squares_ptr, first_row, M, eps,
     K: gl.constexpr, S: gl.constexpr, ROWS: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the warp that computes the norm's factor of each row, from sums of squares fp32 [S, M].
+    """Runs the warp that computes each row's factor of the norm, 1 / sqrt(mean(x^2) + eps).
 
-    It stores them in shared memory, `factors`, and arrives at the barrier `known`.
+    The warp stores the factors in shared memory, `factors`, and then arrives at the barrier `known`. squares_ptr: fp32
+    [S, M], sums of squares of the rows of x. None: no norm, so the warp does nothing.
     """
     if squares_ptr is not None:
         if PDL:
@@ -271,7 +281,10 @@ def _end(
     totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
     GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Runs the epilogue of complete sums: `totals` has a tile for each group of rows of x."""
+    """Runs the epilogue of a tile whose sums over K are complete. `totals` has sums for each group of rows of x.
+
+    factors: shared memory with the norm's factor of each row. None: no norm.
+    """
     FIRST: gl.constexpr = (0, totals[0].shape[1])
     for i in gl.static_range(len(totals)):
         total = gl.reshape(totals[i], [totals[i].shape[0] // 16, 2, 8, totals[i].shape[1]])
@@ -295,9 +308,9 @@ def _multiply(
     EACH: gl.constexpr, STEPS: gl.constexpr, PAIRWISE: gl.constexpr,
     WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, STAY: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps for all tiles of this CTA: sums over K, then stores partial sums or a finished tile.
+    """Runs the multiplying warps. For each tile of this CTA they sum over K, and store partial sums or the result.
 
-    EACH: steps of a tile.
+    full, free: barriers of the ring buffer's slots. factors, known: see `_work_out_factors`. EACH: steps of a tile.
     """
     bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     nil = M >> 31

@@ -1,4 +1,4 @@
-"""Gated delta rule for the tokens of a decode pass (a step), with the convolution before it, in one launch.
+"""Gated delta rule for the tokens of a decode step, with the convolution before it, in one launch.
 
     for each token:   S <- e^g S;   S <- S + beta (v - S k) k^T;   out = S q        (Gated DeltaNet, arXiv 2412.06464)
 
@@ -6,9 +6,10 @@ S is the recurrent state of a value head. DECAY says what g is. "head": one numb
 for each element of a key, which scales a column of S (Kimi delta attention, arXiv 2510.26692). "bounded": the same as
 "channel", with a lower limit of g.
 
-A CTA computes BLOCK values of one value head of one row. It loads its part of the state once, and stores it after each
-token. The number of tokens is a runtime argument; its upper limit is a constexpr (TOKENS). Steps of one token have a
-compiled kernel of their own. With few rows, a CTA has a smaller part of the state.
+A CTA computes BLOCK values of one value head of one row. A row is a sequence of the batch. The CTA loads its part of
+the state once, and stores it after each token. The number of tokens is a runtime argument; its upper limit is a
+constexpr (TOKENS). Decode steps of one token per row have a compiled kernel of their own. With few rows, a CTA has a
+smaller part of the state.
 
 Batch invariance. A token's bits are the same in all compiled kernels. A sum over the elements of a key stays in one
 warp, and a lane has the same elements of the key in every kernel (`_LEAST`).
@@ -71,7 +72,7 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes all tokens of a row for BLOCK values of one head: outputs, and the state after each token.
+    """Computes the outputs of all tokens of a row for BLOCK values of one head, and the state after each token.
 
     The grid is (row, value head, block of the head's values).
     """
@@ -168,9 +169,10 @@ def _delta_kernel(
 
 
 def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor, rule: DeltaRule) -> None:
-    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values], for a decode pass.
+    """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values], for a decode step of Q tokens a row.
 
-    Q is at most the number of slots, in which a row keeps its states. dispatch.py has the shapes of the tensors.
+    A row keeps the states after its last tokens in slots. Q is at most the number of these slots. dispatch.py has the
+    shapes of the tensors.
     """
     batch, tokens, _ = product.shape
     block = block_of(rule, STEP_TILE if batch > FEW_ROWS else FEW_TILE)
@@ -195,16 +197,27 @@ def step_rule(product: Tensor, weights: Weights, slots: StateSlots, out: Tensor,
 
 
 def room_of(rule: DeltaRule, tokens: int, slots: int) -> int:
-    """Returns TOKENS, the largest number of tokens of a row for which the kernel is compiled.
+    """Returns TOKENS of `_delta_kernel`: the largest number of tokens of a row that a compiled kernel can process.
 
-    A step of one token has its own; all others have that of the longest step, `slots` tokens. Both are powers of two.
+    Decode steps of one token have a compiled kernel of their own. All other steps share the one for the longest step.
+
+    Args:
+        rule: sizes of the layer.
+        tokens: number of tokens of each row in this step.
+        slots: number of tokens of each row in the longest step.
+
+    Returns:
+        A power of two.
     """
     least = _LEAST // triton.next_power_of_2(rule.key_dim)
     return int(max(1, least, 1 if tokens == 1 else triton.next_power_of_2(slots)))
 
 
 def block_of(rule: DeltaRule, tile: int) -> int:
-    """Returns BLOCK, the number of a head's values that a CTA computes: its part of the state has `tile` elements."""
+    """Returns BLOCK: the number of a head's values that a CTA computes, a power of two.
+
+    tile: number of elements of the state that a CTA should have.
+    """
     return int(min(triton.next_power_of_2(rule.value_dim), max(4, tile // triton.next_power_of_2(rule.key_dim))))
 
 
@@ -216,6 +229,6 @@ def decay_of(rule: DeltaRule) -> str:
 
 
 def sizes_of(rule: DeltaRule) -> dict[str, Any]:
-    """Returns the constexpr arguments of the kernels for the layer's sizes, by name."""
+    """Returns the sizes of the layer as constexpr arguments of the kernels, by name."""
     heads = {"KEY_HEADS": rule.key_heads, "VALUE_HEADS": rule.value_heads}
     return {**heads, "KEY_DIM": rule.key_dim, "VALUE_DIM": rule.value_dim}

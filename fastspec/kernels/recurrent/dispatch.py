@@ -11,8 +11,8 @@
 | state_rows            | int64 [B]                                          | contiguous, all different             |
 | positions, write_mask | int64 and bool [B, Q]                              | contiguous                            |
 
-`reference.delta_rule` says what the arguments mean. Decode passes, of up to `slots` tokens a row, use the kernel of
-delta.py. Longer passes are prefill chunks, and use those of prompt.py.
+`reference.delta_rule` says what the arguments mean. Decode steps, of up to `slots` tokens a row, use the kernel of
+delta.py. Passes with more tokens a row are prefill chunks, and use the kernels of prompt.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def delta_rule(
 ) -> Tensor:
     """Applies the gated delta rule to the new tokens of each row, as `Ops.delta_rule` and `reference.delta_rule`.
 
-    The output of masked tokens is zero.
+    The output of masked tokens is zero. For the arguments see the table above, and `reference.delta_rule`.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.

@@ -1,11 +1,11 @@
-"""Gated RMSNorm of the output of a recurrent layer, and gate of the output of attention, in one launch each.
+"""Gated RMSNorm of the output of a recurrent layer, and gate of the output of attention. Each is one launch.
 
-    gated_norm:  rmsnorm(x) weight silu(gate), or with sigmoid(gate)      gated:  x sigmoid(gate)
+    gated_norm:  rmsnorm(x) * weight * silu(gate), or sigmoid(gate) instead of silu      gated:  x * sigmoid(gate)
 
 | argument | shape, dtype                         | notes                                             |
 |----------|--------------------------------------|---------------------------------------------------|
 | x        | [B, Q, heads * D] bf16, fp16 or fp32 | contiguous                                        |
-| gate     | as x                                 | its last axis contiguous, tokens at equal strides |
+| gate     | shape and dtype of x                 | its last axis contiguous, tokens at equal strides |
 | weight   | [D], x's dtype                       | contiguous; weight of the norm                    |
 
 The norm is over the D elements of a head. A CTA computes a part of one token, so a row's bits do not depend on others.
@@ -131,7 +131,7 @@ def gated_norm(
 
 
 def _stride_of(x: Tensor, gate: Tensor) -> int:
-    """Checks x and gate. Returns the stride, in elements, from one token's gate to the next token's."""
+    """Checks x and gate. Returns the stride, in elements, from the gate of one token to the gate of the next token."""
     if x.dim() != 3 or not x.is_contiguous():
         raise ValueError(f"x is {told(x)}; wanted contiguous [B, Q, heads * D]")
     stride = gate.stride(1) if gate.dim() == 3 else 0

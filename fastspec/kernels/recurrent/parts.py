@@ -38,9 +38,9 @@ class StateSlots(NamedTuple):
 
 @triton.jit
 def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
-    """Returns the index of a row's first unmasked token, and the number of its unmasked tokens.
+    """Returns the index of a row's first unmasked token, and the number of the row's unmasked tokens.
 
-    mask_ptr: bool [num_tokens], False for masked tokens. SCANNED: tokens loaded at a time.
+    mask_ptr: bool [num_tokens], False for masked tokens. SCANNED: number of mask elements loaded at a time.
     """
     first = num_tokens
     count = num_tokens * 0
@@ -62,7 +62,8 @@ def sigmoid(x):
 def _before(inputs_ptr, position, older, channel, CHANNELS: tl.constexpr, PLACES: tl.constexpr):
     """Loads the convolution's inputs [T, C] at positions [T] and channels [C] from the ring buffer.
 
-    Zero where the mask `older` [T, C] is False or the position is negative. PLACES: length of the ring buffer.
+    Inputs are zero where the mask `older` [T, C] is False or the position is negative. PLACES: length of the ring
+    buffer.
     """
     place = (position + PLACES) % PLACES
     older = older & (position >= 0)[:, None]
@@ -82,9 +83,10 @@ def convs_ahead(
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
-    """Loads the weights and older inputs for each tap of the convolution, as `ahead` of `convs`.
+    """Loads the weights and the inputs of earlier passes for each tap of the convolution.
 
-    They do not depend on the product, so they may be loaded before it is complete. For the arguments see `convs`.
+    Returns them as the argument `ahead` of `convs`. They do not depend on the product that `convs` reads, so they may
+    be loaded before the product is complete. For the arguments see `convs`.
     """
     loaded = ()
     for tap in tl.static_range(WIDTH):
@@ -111,15 +113,15 @@ def convs(
     PLACES: tl.constexpr,
     ahead=None,
 ):
-    """Computes silu of the convolution at tokens [T] and channels [C].
+    """Computes silu of the convolution over tokens, for tokens [T] of a row and channels [C].
 
-    product_ptr points to the row's first unmasked token, at position `start`. token [T] counts from it. The ring buffer
-    inputs_ptr has the inputs of older positions. there [T]: mask of tokens that are read; inside [C]: mask of channels.
-    ROWS: values of a token in the product. WIDTH: taps. PLACES: length of the ring buffer. ahead: result of
-    `convs_ahead`, or None.
+    product_ptr points to the values of the row's first unmasked token, at position `start`. token [T]: indices of
+    tokens, counted from this token. inputs_ptr: ring buffer with the inputs at positions before `start`. there [T]:
+    mask of tokens that are read. inside [C]: mask of channels. ROWS: number of values of a token in the product. WIDTH:
+    number of taps. PLACES: length of the ring buffer. ahead: result of `convs_ahead`. None: loads its values here.
 
     Returns:
-        Result [T, C] in fp32, rounded to the product's dtype, and the tokens' inputs [T, C] in that dtype.
+        The result [T, C] in fp32, rounded to the product's dtype; and the tokens' own inputs [T, C] in that dtype.
     """
     dtype: tl.constexpr = product_ptr.dtype.element_ty
     total = tl.zeros([token.shape[0], channel.shape[0]], tl.float32)
@@ -142,17 +144,20 @@ def convs(
 
 @triton.jit
 def betas(b_ptr, there):
-    """Loads b of some tokens and one head. Returns beta = sigmoid(b) in fp32, rounded to the dtype of b."""
+    """Loads b of some tokens and one head. Returns beta = sigmoid(b) in fp32, rounded to the dtype of b.
+
+    there: mask of the tokens.
+    """
     b = tl.load(b_ptr, mask=there, other=0.0)
     return sigmoid(b.to(tl.float32)).to(b.dtype).to(tl.float32)
 
 
 @triton.jit
 def decays(a, rate, more, floor, DECAY: tl.constexpr):
-    """Computes g, the logarithm of the decay, in fp32 and in the shape of a.
+    """Computes g, the logarithm of the factor by which a token multiplies the state, in fp32 and in the shape of a.
 
-    rate: exp of the layer's `decay`. more: the layer's `step`, a bias of a. floor: lower limit of g if DECAY is
-    "bounded".
+    a: the layer's product for the token. rate: exp of the layer's weight `decay`. more: the layer's weight `step`,
+    which is added to a. floor: lower limit of g if DECAY is "bounded".
     """
     a = a.to(tl.float32) + more
     if DECAY == "bounded":
@@ -164,13 +169,13 @@ def decays(a, rate, more, floor, DECAY: tl.constexpr):
 
 @triton.jit
 def units(x):
-    """Normalises each row of x [T, D] to length 1: x / |x|."""
+    """Normalises each row of x [T, D] to length 1: x / sqrt(sum(x^2) + L2_EPS)."""
     return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, axis=1) + _EPS))[:, None]
 
 
 @triton.jit
 def row_of(x, one):
-    """Returns the row [D] of x [T, D] at which the mask `one` [T] is True."""
+    """Returns the one row [D] of x [T, D] at which the mask `one` [T] is True."""
     return tl.sum(tl.where(one[:, None], x, 0.0), axis=0)
 
 
@@ -178,7 +183,8 @@ def row_of(x, one):
 def advanced(state, q, k, v, decay, beta):
     """Applies one token of the gated delta rule to the state [values, keys]. Returns (new state, output [values]).
 
-    decay: factor of the state, one number or [1, keys].
+    q, k [keys] and v [values]: query, key and value of the token. decay: factor of the state, e^g; one number or
+    [1, keys]. beta: factor of the update.
     """
     state = state * decay
     delta = (v - tl.sum(state * k[None, :], axis=1)) * beta

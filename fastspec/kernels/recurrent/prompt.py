@@ -1,4 +1,4 @@
-"""Gated delta rule for the many tokens of a prefill pass, in chunks, by four launches.
+"""Gated delta rule for the many tokens of a prefill pass, in chunks of positions, by four launches.
 
 1. `_prepare_kernel`: computes convolved q, k and v, beta and the logarithm of the decay, in fp32, for all tokens in
    parallel.
@@ -113,10 +113,10 @@ def _inverse(a, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _faded(q, k, decay, CHUNK: tl.constexpr):
-    """Computes two tensors [CHUNK, CHUNK] with elements [t, i], for t >= i.
+    """Computes decayed dot products for a chunk: two tensors [CHUNK, CHUNK], whose elements [t, i] are for t >= i.
 
-    They are the sums over elements of q_t k_i e^(g_t - g_i), and of k_t k_i e^(g_t - g_i). q, k and decay (g) are
-    [CHUNK, KEYS].
+    The first has the sums over key elements of q_t k_i e^(g_t - g_i). The second has the sums of k_t k_i e^(g_t - g_i).
+    q, k and decay (g) are [CHUNK, KEYS].
     """
     line = tl.arange(0, CHUNK)
     scores = tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -242,7 +242,7 @@ def _prepare_kernel(
     PLACES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Computes `Prepared` of one head for a block of tokens.
+    """Computes the tensors of `Prepared` for one head and a block of tokens.
 
     The grid is (block of tokens, row, head), with the key heads before the value heads.
     """
@@ -395,9 +395,10 @@ def _keep_kernel(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Stores the convolution's inputs for a row's last tokens, and for the last tokens before position `kept.at`.
+    """Stores the convolution's inputs for a row's last tokens in the ring buffer.
 
-    The grid is (row, token counted from the end, block of channels).
+    With KEEPS, also stores the inputs of the last WIDTH tokens before position `kept.at` in `kept.inputs`. The grid is
+    (row, token counted from the end, block of channels).
     """
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
@@ -426,7 +427,8 @@ def prompt_rule(
 ) -> None:
     """Writes the result of `reference.delta_rule` to `out` [B, Q, rule.values], for a prefill pass.
 
-    Q is larger than the number of slots, in which a row keeps its states. dispatch.py has the shapes of the tensors.
+    A row keeps the states after its last tokens in slots. Q is larger than the number of these slots. dispatch.py has
+    the shapes of the tensors. kept: see `reference.delta_rule`. None: no state is kept for later prompts.
     """
     batch, tokens, _ = product.shape
     places, sizes = slots.inputs.shape[1], {**sizes_of(rule), "DECAY": decay_of(rule)}
@@ -500,7 +502,7 @@ def prompt_rule(
 def store_inputs(x: Tensor, slots: StateSlots, kept: KeptState | None, rule: StateRule) -> None:
     """Stores the convolution's inputs for the last tokens of each row in the ring buffer.
 
-    Also stores the inputs at the last positions before `kept.at` in `kept.inputs`.
+    Also stores the inputs at the last positions before `kept.at` in `kept.inputs`, if `kept` is not None.
 
     Args:
         x: [B, Q, channels or more], tokens at equal strides. The first `channels` values of a token are its inputs.

@@ -11,14 +11,15 @@
 | state_rows            | int64 [B]                                             | contiguous, all different          |
 | positions, write_mask | int64 and bool [B, Q]                                 | contiguous                         |
 
-1. `_conv_kernel` computes the convolution, with the gates or the activation around it. In a decode pass it also stores
+1. `_conv_kernel` computes the convolution, with the gates or the activation around it. In a decode step it also stores
    the convolution's inputs.
 2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row; all channels of Mamba-1 are one head. It keeps its
    part of the state in registers, and processes the tokens of the pass one after the other. It loads a token while it
    computes the token before.
 3. `_keep_kernel` of prompt.py stores the convolution's inputs for the last tokens of a prefill pass.
 
-Batch invariance. Decode and prefill passes run the same machine code of 1 and 2. So a token has the same bits in both.
+Batch invariance. Decode steps and prefill passes run the same machine code of 1 and 2. So a token has the same bits in
+both.
 """
 
 from __future__ import annotations
@@ -50,14 +51,24 @@ _NORM_WARPS = 4
 
 
 class ConvWeights(NamedTuple):
-    """Weights of a convolution, as kernel arguments; see the table above. bias is None if it has none."""
+    """Weights of a convolution, as kernel arguments.
+
+    Attributes:
+        conv: [channels, 1, width].
+        bias: [channels]. None: no bias.
+    """
 
     conv: Any
     bias: Any
 
 
 class ScanWeights(NamedTuple):
-    """Weights of the recurrence of Mamba-1 or Mamba-2, as kernel arguments; see the table above."""
+    """Weights of the recurrence of Mamba-1 or Mamba-2, as kernel arguments.
+
+    Attributes:
+        decay: fp32 [heads]; of Mamba-1 [channels, state_dim].
+        step, skip: fp32 [heads]; of Mamba-1 [channels].
+    """
 
     decay: Any
     step: Any
@@ -65,7 +76,7 @@ class ScanWeights(NamedTuple):
 
 
 class StepLimits(NamedTuple):
-    """Lower and upper limit of the step size after softplus, as kernel arguments."""
+    """Lower and upper limit of the step size (delta of Mamba) after softplus, as kernel arguments."""
 
     least: Any
     highest: Any
@@ -73,9 +84,10 @@ class StepLimits(NamedTuple):
 
 @triton.jit
 def _given(line_ptr, channel, mask, CHANNELS: tl.constexpr, GATED: tl.constexpr):
-    """Loads inputs of the convolution for some tokens and channels. GATED: they are b * x, rounded to the dtype of x.
+    """Loads the inputs of the convolution for some tokens and channels.
 
-    line_ptr points to the first value of each token that the convolution reads.
+    line_ptr points to the first value of each token that the convolution reads. With GATED the inputs are b * x,
+    rounded to the dtype of x. Masked inputs are zero.
     """
     x = tl.load(line_ptr + channel, mask=mask, other=0.0)
     if GATED:
@@ -104,7 +116,7 @@ def _conv_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the convolution for TOKENS tokens and BLOCK channels of a row.
+    """Computes the convolution, with its gates or its activation, for TOKENS tokens and BLOCK channels of a row.
 
     The grid is (row, block of tokens, block of channels).
     """
@@ -157,7 +169,7 @@ def _conv_kernel(
 
 @triton.jit
 def _softplus(x):
-    """Computes log(1 + exp(x)), without loss of digits for small exp(x). For x > 20 it is x."""
+    """Computes log(1 + exp(x)), without loss of digits for small exp(x). For x > 20 the result is x."""
     power = tl.exp(tl.minimum(x, 20.0))
     whole = 1.0 + power
     lost = whole - 1.0
@@ -270,7 +282,10 @@ def _norm_kernel(
     GATE_FIRST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes `mamba_norm` for one group of one token. The grid is (token, group)."""
+    """Computes the gate and the norm of `mamba_norm` for one group of heads of one token.
+
+    The grid is (token, group).
+    """
     if PDL:
         gdc_launch_dependents()
     token, at = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -405,9 +420,10 @@ def _scanned(
     rule: MambaRule | SelectiveRule,
     kept: KeptState | None,
 ) -> Tensor:
-    """Computes the recurrence of Mamba-1 or Mamba-2. Returns [B, Q, rule.values]; all channels of Mamba-1 are one head.
+    """Computes the recurrence of Mamba-1 or Mamba-2 over the new tokens of each row. Returns [B, Q, rule.values].
 
-    mixed: [B, Q, ..], x, B and C after the convolution. product: steps, alone or as the last values of a token.
+    mixed: [B, Q, ..], x, B and C after the convolution. product: step sizes before softplus. With Mamba-1 it has only
+    these; with Mamba-2 they are the last values of a token. All channels of Mamba-1 are one head.
     """
     batch, tokens = slots.positions.shape
     if isinstance(rule, SelectiveRule):
@@ -525,7 +541,7 @@ def _convolved(
 
 
 def _scan_weights(layer: StateParts, shapes: Mapping[str, tuple[int, ...]]) -> ScanWeights:
-    """Returns the layer's weights of the recurrence, after a check that they have `shapes` (by name) and are fp32."""
+    """Checks that the layer's weights of the recurrence are fp32 and have `shapes` (by name), and returns them."""
     found = {name: getattr(layer, name) for name in ScanWeights._fields}
     for name, weight in found.items():
         if weight is None:

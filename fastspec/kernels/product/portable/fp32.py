@@ -16,7 +16,10 @@ from fastspec.kernels.product.portable.parts import finish, offer, write_ids
 
 @triton.jit
 def _of_four(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Splits [ROWS, SIZE] into its columns 0, 4, 8, ..., columns 1, 5, 9, ..., and so on. One thread has all four."""
+    """Splits x [ROWS, SIZE] into four tensors: columns 0, 4, 8, ..., columns 1, 5, 9, ..., and so on.
+
+    One thread has four neighbouring columns, so no data moves.
+    """
     even, odd = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
     zeroth, second = tl.split(tl.reshape(even, (ROWS, SIZE // 4, 2)))
     first, third = tl.split(tl.reshape(odd, (ROWS, SIZE // 4, 2)))

@@ -101,9 +101,10 @@ def _product(
     SHRINK: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Returns two products fp32 [BLOCK_N, ROWS]: of weight rows n, and with GATED of weight rows WIDTH + n.
+    """Returns two products with rows m of x, each fp32 [BLOCK_N, ROWS].
 
-    Without GATED the second has no meaning.
+    The first is for weight rows n. With GATED the second is for weight rows WIDTH + n. Without GATED the second has no
+    meaning.
     """
     k = tl.arange(0, BLOCK_K)
     here = (m < num_rows)[None, :]
@@ -231,9 +232,9 @@ def tile_linear(
     Args:
         x: [..., K].
         weight: [N, K]; if `gated` the N/2 gate rows first, then the N/2 up rows.
-        bias: [N], contiguous.
-        norm: weight [K], contiguous, and epsilon of an RMSNorm of x.
-        residual: [..., N].
+        bias: [N], contiguous. None: no bias.
+        norm: weight [K], contiguous, and epsilon of an RMSNorm of x. None: no norm.
+        residual: [..., N]. None: no residual.
         gated: True if the result is [..., N/2].
         out_dtype: dtype of the result. Default: x's.
         pdl: True for programmatic dependent launch (sm_90 on). All kernels of the pass must then be launched with it.
@@ -282,9 +283,9 @@ def tile_argmax(
         weight: [N, K].
         limit: in 1..N.
         scratch: int64 zeros, R + 1 or more; zeros again after the kernel, so one scratch serves all calls.
-        norm: weight [K] and epsilon of an RMSNorm of x.
+        norm: weight [K] and epsilon of an RMSNorm of x. None: no norm.
         pdl: see `tile_linear`.
-        out: contiguous int64 [R] to write to.
+        out: contiguous int64 [R] to write to. None: a new tensor.
 
     Returns:
         The lowest id of the largest logit. NaN counts as the largest, as in `torch.argmax`.
@@ -326,9 +327,10 @@ def _check(x: Tensor, weight: Tensor, norm: tuple[Tensor, float] | None) -> None
 def _normed(
     x: Tensor, norm: tuple[Tensor, float] | None, pdl: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, float]:
-    """Returns rows [R, K], gamma, scales fp32 [R] and eps, for the product's kernel.
+    """Returns x as rows [R, K], gamma, scales fp32 [R] and eps, as arguments of the product's kernel.
 
-    For many rows or fp32, another kernel has multiplied the rows by gamma, which is then None. Else scales are None.
+    With few 16-bit rows the product's kernel computes the norm, and scales are None. Else this function launches a
+    kernel that multiplies the rows by gamma and computes the scales. Then gamma is None. Without a norm both are None.
     """
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     if norm is None:
@@ -344,13 +346,13 @@ def _normed(
 
 
 def _sums(dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the constexpr arguments with which the kernels sum squares for the norm."""
+    """Returns the constexpr arguments of the kernels for the norm: BLOCK_K, STEPS and SHRINK."""
     block_k = BLOCK_K[dtype.itemsize]
     return {"BLOCK_K": block_k, "STEPS": block_k.bit_length() - 1, "SHRINK": SHRINK.get(dtype, 1.0)}
 
 
 def _constants(dtype: torch.dtype, tile: PortableTile, pdl: bool) -> dict[str, Any]:
-    """Returns the constexpr arguments and launch options of a tile, for the kernels of this dtype."""
+    """Returns the constexpr arguments and launch options for a tile, for the product kernel of this dtype."""
     shared = {"ROWS": tile.rows, "BLOCK_N": tile.block_n, "num_warps": tile.num_warps, **pdl_options(pdl)}
     if dtype == torch.float32:
         return {**shared, "BLOCK_K": BLOCK_K[4], "STAGES": tile.num_stages}

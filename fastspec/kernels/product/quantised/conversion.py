@@ -30,13 +30,19 @@ def bits_of(FORM):
 
 @gluon.constexpr_function
 def offset_of(FORM):
-    """Returns the stored code minus the value that it stands for. The product subtracts it times the sum of x."""
+    """Returns the offset of FORM: a stored code minus the value that it stands for.
+
+    Products are computed with stored codes. Then offset * (sum of x) is subtracted.
+    """
     return 128 if FORM == "off8" else 0
 
 
 @gluon.constexpr_function
 def words_layout(S, R):
-    """Returns the layout of words [S, R, 16]: a lane has four neighbours in rows g and g + 8, as for left operands."""
+    """Returns the layout of words [S, R, 16]: a lane has four neighbouring words in each of rows g and g + 8.
+
+    These are the rows of a lane in the left operand of mma.
+    """
     held = [[0, 0, 1], [0, 0, 2]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 4], [0, 0, 8], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -45,7 +51,10 @@ def words_layout(S, R):
 
 @gluon.constexpr_function
 def scale_layout(S, R):
-    """Returns the layout of words of scales [S, R, 8]: two neighbours in each lane, in the rows of `words_layout`."""
+    """Returns the layout of scales, words [S, R, 8]: a lane has two neighbouring words of each of its rows.
+
+    The rows of a lane are those in `words_layout`.
+    """
     held = [[0, 0, 1]] + [[0, 8 << bit, 0] for bit in range((R // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]]
     warps = [[1 << bit, 0, 0] for bit in range(S.bit_length() - 1)]
@@ -54,7 +63,10 @@ def scale_layout(S, R):
 
 @gluon.constexpr_function
 def pairs_layout(S, P):
-    """Returns the layout of [S, P], one word per pair of rows g and g + 8: lane 4 g + t has pair g of each tile."""
+    """Returns the layout of words [S, P], one for each pair of weight rows g and g + 8.
+
+    Lane 4 g + t, t from 0 to 3, has the word of pair g of each 16 rows.
+    """
     held = [[0, 8 << bit] for bit in range((P // 8).bit_length() - 1)]
     lanes = [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]]
     warps = [[1 << bit, 0] for bit in range(S.bit_length() - 1)]
@@ -63,7 +75,7 @@ def pairs_layout(S, P):
 
 @gluon.jit
 def _permuted(words, CONTROL: gl.constexpr):
-    """Permutes the bytes of each word in the order of CONTROL, with one hexadecimal digit per byte."""
+    """Permutes the bytes of each 32-bit word. CONTROL: the order as in PTX `prmt`, one hexadecimal digit per byte."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $1, " + CONTROL + ";", "=r,r", [words], dtype=gl.int32, is_pure=True, pack=1
     )
@@ -126,7 +138,9 @@ def _four_times(words):
 
 @gluon.jit
 def _scaled(pairs, scales, CONTROL: gl.constexpr):
-    """Multiplies pairs [S, R, 16] of fp4 values by scales, words [S, R, 4]. CONTROL selects the bf16 half of a word.
+    """Multiplies pairs [S, R, 16] of fp4 values by bf16 scales in words [S, R, 4].
+
+    CONTROL: "0x1010" for the scale in the lower half of a word, "0x3232" for the upper half.
 
     The products are exact, because both factors have few bits.
     """
@@ -137,9 +151,10 @@ def _scaled(pairs, scales, CONTROL: gl.constexpr):
 
 @gluon.jit
 def _less(pairs, less, HIGH: gl.constexpr):
-    """Subtracts zero points from pairs of 4-bit codes, exactly. less: pairs of minus the zero point times 2^-69.
+    """Subtracts zero points from pairs of converted 4-bit codes, exactly.
 
-    Codes are first multiplied by 2^64, or by 2^60 if HIGH (codes four bits higher). A difference of 1 is then 2^-69.
+    Codes are first multiplied by 2^64, or by 2^60 if HIGH (codes four bits higher). A code of 1 is then 2^-69. So
+    `less` has pairs of bf16 -2^-69 * zero point.
     """
     return gl.inline_asm_elementwise(
         "fma.rn.bf16x2 $0, $1, $2, $3;",
@@ -153,7 +168,7 @@ def _less(pairs, less, HIGH: gl.constexpr):
 
 @gluon.jit
 def _zero_of(words, zeros, i: gl.constexpr):
-    """Returns `less` of `_less` for block i, of four blocks of 32 values, in the shape of words [S, R, 16].
+    """Returns the argument `less` of `_less` for block i of four blocks of 32 values, in the shape of `words`.
 
     zeros: result of `zeros_of` [S, R, 1] for each group. Empty: all zero points are 8.
     """
@@ -192,16 +207,20 @@ def units_of(words, scales, zeros, FORM: gl.constexpr, UNIT: gl.constexpr):
 
 @gluon.jit
 def ones(S: gl.constexpr, lay: gl.constexpr):
-    """Returns bf16 pairs [S, 16, 32] of 2^-133, which stands for 1 as in converted codes. The product with x sums x."""
+    """Returns bf16 pairs [S, 16, 32] of 2^-133, which stands for 1 as in converted codes.
+
+    Their product with x is the sum of x. lay: layout of words [S, 16, 16].
+    """
     one = gl.full([S, 16, 16], ONE, gl.int32, layout=lay)
     return joined_halves(one, one)
 
 
 @gluon.jit
 def raised(words, FORM: gl.constexpr):
-    """Multiplies words of x by 2^64, exactly, for products with 8-bit codes. Returns others unchanged.
+    """Multiplies words of x by 2^64, exactly, if FORM has 8-bit codes. Else returns them unchanged.
 
-    Converted 8-bit codes are too small by powers of two. For 4-bit codes, the codes themselves are multiplied.
+    Converted 8-bit codes are too small by a power of two, so x is multiplied. With 4-bit codes, the converted codes
+    themselves are multiplied.
     """
     if bits_of(FORM) == 8:
         return raised_rows(words)
@@ -211,13 +230,13 @@ def raised(words, FORM: gl.constexpr):
 
 @gluon.jit
 def raised_rows(words):
-    """Multiplies words of x by 2^64, exactly."""
+    """Multiplies the two bf16 values in each word of x by 2^64, exactly."""
     return times_gamma(words, gl.full_like(words, UP), gl.bfloat16)
 
 
 @gluon.jit
 def for_all(sums, R: gl.constexpr):
-    """Expands [S, 16, BM], whose 16 rows are equal, to [S, R, BM]. No data moves between lanes."""
+    """Expands sums of x [S, 16, BM], whose 16 rows are equal, to [S, R, BM]. No data moves between lanes."""
     for _ in gl.static_range(4):
         if sums.shape[1] < R:
             both = gl.permute(gl.join(sums, sums), (0, 3, 1, 2))
@@ -227,9 +246,9 @@ def for_all(sums, R: gl.constexpr):
 
 @gluon.jit
 def _rows_of_pairs(low, high, like: gl.constexpr):
-    """Joins values of rows g and of rows g + 8, each [S, R / 2], to [S, R, 1], for tensors [S, R, n] in layout `like`.
+    """Joins 32-bit values `low` of weight rows g and `high` of rows g + 8, each [S, R / 2], to [S, R, 1].
 
-    low, high: 32-bit values of rows g, and of rows g + 8.
+    like: layout of the tensors [S, R, n] with which the result is used.
     """
     S: gl.constexpr = low.shape[0]
     P: gl.constexpr = low.shape[1]
@@ -240,9 +259,10 @@ def _rows_of_pairs(low, high, like: gl.constexpr):
 
 @gluon.jit
 def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
-    """Converts words [S, R / 2], each of the values for rows g and g + 8, to fp32 [S, R, 1] for layout `like`.
+    """Unpacks words [S, R / 2] to fp32 [S, R, 1]. A word has the values of weight rows g and g + 8.
 
-    A 32-bit word has two values of dtype KIND, a 64-bit word two of fp32.
+    A 32-bit word has two values of dtype KIND, a 64-bit word two fp32 values. like: layout of the tensors [S, R, n]
+    with which the result is used.
     """
     held: gl.constexpr = words.dtype
     if gl.int64 == held:
@@ -256,9 +276,9 @@ def rows_of(words, KIND: gl.constexpr, like: gl.constexpr):
 
 @gluon.jit
 def zeros_of(words, like: gl.constexpr):
-    """Converts zero points to the `zeros` of `units_of`, int32 [S, R, 1], for layout `like`.
+    """Converts zero points of one group to an element of `zeros` of `units_of`: int32 [S, R, 1].
 
-    words: [S, R / 2], pairs of the bf16 zero points of rows g and g + 8.
+    words: [S, R / 2], pairs of the bf16 zero points of weight rows g and g + 8. like: layout of the codes.
     """
     less = times_gamma(words, gl.full_like(words, LESS_ONE), gl.bfloat16)
     return _rows_of_pairs(_permuted(less, "0x1010"), _permuted(less, "0x3232"), like)

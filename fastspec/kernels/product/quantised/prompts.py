@@ -50,9 +50,10 @@ def _dequantise_runs(
     RUNS: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Dequantises RUNS runs of codes, from run number turn * RUNS on. A run is RUN consecutive halves of words.
+    """Dequantises RUNS runs of codes, from run number turn * RUNS on.
 
-    A half holds codes of several blocks of 32 columns.
+    A run is RUN consecutive 16-bit halves of 32-bit words. A half has codes of several blocks of 32 columns. For the
+    other arguments see `_dequantise_kernel`.
     """
     BLOCKS: tl.constexpr = blocks_of(FORM)
     SIDE: tl.constexpr = 4 if FORM == "int4" and GROUP == 32 else RUN  # columns side by side
@@ -93,7 +94,7 @@ def _dequantise_kernel(
 ):
     """Dequantises `count` rows of the weight, starting at row `first`, to packed 16-bit values.
 
-    Both are multiples of 16. source: tensors of the codes, see `source_of`.
+    `count` and `first` are multiples of 16. source: tensors of the codes, see `source_of`.
     """
     turns = tl.cdiv(count.to(tl.int64) * K, RUNS * RUN * blocks_of(FORM))
     for turn in range(tl.program_id(0).to(tl.int64), turns, tl.num_programs(0)):
@@ -134,7 +135,7 @@ class _Buffers:
         self._turn = 0
 
     def next(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
-        """Returns the next buffer, of at least `count` values, and True if it existed before this call."""
+        """Returns the next buffer, of at least `count` values, and False if this call has allocated it, else True."""
         known = bool(self._held) and self._held[0].dtype == dtype and len(self._held[0]) >= count
         if not known:
             self._held = [torch.empty(count, dtype=dtype, device=device) for _ in range(2)]
@@ -151,9 +152,9 @@ def _buffers(device: torch.device) -> _Buffers:
 
 
 def slice_of(n: int, k: int, rows: int, programs: int) -> int:
-    """Chooses how many rows of a weight [N, K] a slice has, for the least estimated time with `rows` rows of x.
+    """Returns the number of weight rows in a slice of a weight [N, K] that takes the least estimated time.
 
-    programs: number of CTAs of a product.
+    rows: number of rows of x. programs: number of CTAs of a product.
     """
     max_columns = max(COLUMNS, SLICE_BYTES // (2 * k) // COLUMNS * COLUMNS)
     if n <= max_columns:
@@ -194,7 +195,7 @@ def prefill_quantised(
 
 
 def _slice(weight: Weight, first: int, size: int) -> Weight:
-    """Dequantises rows first .. first + size - 1 of a weight, as far as they exist, to a packed weight."""
+    """Dequantises `size` rows of a weight, or those that exist, from row `first` on, to a packed weight."""
     n, k = weight.shape
     if EARLY and has_pdl(weight.device):
         scratch, early = _buffers(weight.device).next(size * k, weight.dtype, weight.device)

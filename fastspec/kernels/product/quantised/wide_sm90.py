@@ -73,9 +73,10 @@ def _issue_copies(
     x_desc, weight_desc, xs, ws, full, step, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, CODES: gl.constexpr, ROWS: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
-    """Issues the TMA copies of the K tile of a step: of its codes if CODES, of its rows of x if ROWS.
+    """Issues the TMA copies of one step's K tile: of its codes if CODES, of its rows of x if ROWS.
 
-    T: K tiles of a split. split: first split of this CTA.
+    step: index of the K tile among the K tiles of this CTA. tile: index of the weight tile. T: number of K tiles of a
+    split. split: first split of this CTA. For `xs`, `ws` and `full` see `LoadRing`.
     """
     slot = step % ws.shape[0]
     k_tile = step % T * S + split + step // T
@@ -92,7 +93,10 @@ def _fetch(
     x_desc, weight_desc, xs, ws, full, free, tile, first_row, split,
     T: gl.constexpr, S: gl.constexpr, SPLITS: gl.constexpr, BYTES: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """Runs the loading warp. Codes are loaded before the previous kernel ends, x afterwards."""
+    """Runs the loading warp. It loads the first codes before the previous kernel ends, and x afterwards.
+
+    For the arguments see `LoadRing` and `_issue_copies`.
+    """
     STAGES: gl.constexpr = ws.shape[0]
     AHEAD: gl.constexpr = min(STAGES, T * SPLITS)
     for step in range(AHEAD):
@@ -109,7 +113,10 @@ def _fetch(
 
 @gluon.jit
 def _codes_of(step, ws, full, WARPS: gl.constexpr):
-    """Waits for a step's K tile, and loads the words of its codes: a tensor [1, R, 16] for each piece."""
+    """Waits until a step's K tile is in shared memory, and loads the words of its codes into registers.
+
+    Returns a tensor [1, R, 16] for each piece, see `reader.pieces_of`.
+    """
     G: gl.constexpr = ws.shape[1]
     slot = step % ws.shape[0]
     mbarrier.wait(full.index(slot), step // ws.shape[0] & 1)
@@ -130,7 +137,10 @@ def _left_operand(pairs, like: gl.constexpr):
 
 @gluon.jit
 def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
-    """Converts the codes of a K tile to left operands of wgmma, bf16 [R, 64] for each of the tile's two units."""
+    """Converts the codes of a K tile to left operands of wgmma: bf16 [R, 64] for each half of the K tile.
+
+    pieces: result of `_codes_of`. zeros: see `units_of`. like: layout of the accumulator.
+    """
     found = ()
     for p in gl.static_range(len(pieces)):
         pairs = units_of(pieces[p], pieces[p], zeros, FORM, UNIT)
@@ -141,9 +151,9 @@ def _operands(pieces, zeros, like: gl.constexpr, FORM: gl.constexpr):
 
 @gluon.jit
 def _ones(piece, like: gl.constexpr):
-    """Returns a left operand [R, 64] of the constant that stands for 1 in converted codes. Its product with x sums x.
+    """Returns a left operand [R, 64] of the constant that stands for 1 in converted codes.
 
-    piece: words [1, R, 16], for the shape and layout.
+    Its product with x is the sum of x. piece: words [1, R, 16] of codes, for the shape and layout.
     """
     one = gl.full_like(piece, ONE)
     return _left_operand(joined_halves(one, one), like)
@@ -152,9 +162,9 @@ def _ones(piece, like: gl.constexpr):
 @gluon.jit
 def _pair_of(row, step, g: gl.constexpr, tile, split, N, K: gl.constexpr, S: gl.constexpr, T: gl.constexpr,
              GROUP: gl.constexpr, PAIRS: gl.constexpr, R: gl.constexpr):  # fmt: skip
-    """Returns the indices in [N / 16, K / GROUP, PAIRS, 2] of the scales or zero points of rows `row`.
+    """Returns the indices of scales or zero points in a tensor [N / 16, K / GROUP, PAIRS, 2].
 
-    They are those of group g in the K tile of `step`.
+    They belong to weight rows `row` of the tile, and to group g of K in the K tile of `step`.
     """
     tiles = gl.minimum(tile * (R // 16) + row // 16, N // 16 - 1)
     k_tile = gl.minimum(step % T * S + split + step // T, K // 128 - 1)  # after the last K tile x is zero
@@ -208,7 +218,9 @@ def _pass(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, PAIRS: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Makes one pass over K. Returns the next step, the K tile loaded for it, and the pass's sums [R, BM].
+    """Makes one pass over K, which computes one split of the sum.
+
+    Returns the step after the pass, the K tile loaded for this step, and the pass's sums [R, BM].
 
     The next K tile is loaded into registers while this one is multiplied. After step `last`, its K tile is loaded again
     and not used. loaded: codes, scales and zero points of the K tile of `step`.
@@ -268,9 +280,10 @@ def _multiply(
     K: gl.constexpr, S: gl.constexpr, T: gl.constexpr, SPLITS: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr,
     PAIRS: gl.constexpr, WARPS: gl.constexpr, GATED: gl.constexpr, REGROUP: gl.constexpr, RAISE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the multiplying warps: computes SPLITS splits of K. Stores each as partial sums, or adds them all.
+    """Runs the multiplying warps, which compute the sums over SPLITS splits of K.
 
-    The epilogue follows only if they are added.
+    If these are all S splits, they are added, and the epilogue follows. Else the sums over each split are stored as
+    partial sums.
     """
     bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
     R: gl.constexpr = ring.ws.shape[1] * 16
