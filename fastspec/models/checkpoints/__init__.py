@@ -1,1 +1,1 @@
-"""Checkpoints: finds them, checks them, reads their tensors, and converts the tensors to weights for the kernels."""
+"""Finds and checks checkpoints, reads their tensors, and converts the tensors to the weights that the kernels read."""

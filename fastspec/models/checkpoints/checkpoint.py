@@ -1,4 +1,4 @@
-"""Record of a checkpoint that was found and checked: its spec and where its weights are. Nothing is loaded here."""
+"""Description of a checkpoint that was found and checked: its spec, and the location of its weights. Loads nothing."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Sliced(NamedTuple):
     """Part of a checkpoint that one rank of a tensor-parallel group loads.
 
     Attributes:
-        share: number of this rank and of all ranks, with the rule by which they cut the axes of tensors.
+        share: index of this rank, number of ranks, and the rule by which ranks cut the axes of tensors.
         spec: spec of the whole model.
-        unit: an expert's columns are cut at multiples of this number. Kernels read this many columns together.
+        unit: number of columns that kernels read together. The columns of an expert are cut at multiples of it.
     """
 
     share: RankShare
@@ -44,7 +44,7 @@ class Sliced(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """Source of one model, found and checked: its spec and where its weights are.
+    """Checkpoint or live module of one model, found and checked: its spec, and the location of its weights.
 
     Attributes:
         name: path, Hub id or class name, for messages.
@@ -54,16 +54,16 @@ class Checkpoint:
         module: the user's live transformers model, or None.
         generation_config: a private copy of the checkpoint's generation settings.
         quantisation: quantised formats of the stored matrices. None: not quantised, or a GGUF file.
-        stored: text for messages: the format of the matrices, either the stored one or the one to which they are
-            rounded, with the reason. Empty: plain values.
-        cache_scales: layer -> stored scales of 8-bit K and V. They are used if the KV cache has 8 bits.
-        rounded: format to which matrices are rounded while they are loaded. None: not rounded.
-        chosen: True if `draft_quantization="auto"` chose the format `rounded`.
+        stored: text for messages. It names the quantised format of the matrices: either the stored one, or the one to
+            which they are quantised while they are loaded, with the reason. Empty: not quantised.
+        cache_scales: index of a layer -> stored scales of 8-bit K and V. They are used if the KV cache has 8 bits.
+        rounded: format to which matrices are quantised while they are loaded. None: they are loaded as stored.
+        chosen: True if `draft_quantization="auto"` chose the format in `rounded`.
         sliced: the part of the model that one rank loads. Then `spec` describes this part. None: the whole model.
         mtp: True if the checkpoint also has MTP layers.
-        mask_id: token id of masks, for a draft model that makes several drafts in one pass, at mask tokens (PARD).
-            None: any other model.
-        gguf_header: parsed header of the GGUF file that has config, tokenizer and weights. None: another source.
+        mask_id: id of the mask token of a PARD draft model. Such a model computes several draft tokens in one forward
+            pass, one at each mask token. None: any other model.
+        gguf_header: parsed header of the GGUF file that has config, tokenizer and weights. None: not a GGUF file.
         count: function that computes `bytes_loaded`.
     """
 
@@ -85,31 +85,37 @@ class Checkpoint:
     count: ByteCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Returns the bytes of the weights on a device, in the formats of `ops`, with activations of `dtype`."""
+        """Returns the number of bytes that the weights take on a device.
+
+        Args:
+            dtype: dtype of activations.
+            device: the device.
+            ops: ops that will read the weights.
+        """
         return self.count(self, dtype, device, ops)
 
     @property
     def gguf(self) -> Path | None:
-        """Path of the GGUF file. None: another source."""
+        """Path of the GGUF file. None: the checkpoint is not a GGUF file."""
         return None if self.gguf_header is None else self.gguf_header.path
 
     @property
     def in_codes(self) -> bool:
-        """True if matrices are stored quantised, in a format that ops may be able to keep."""
+        """True if matrices are stored in a quantised format, which some ops can read without dequantising it first."""
         return self.quantisation is not None or (self.gguf_header is not None and self.gguf_header.has_codes)
 
     @property
     def ranks(self) -> int:
-        """Number of processes that share the model, each with its slices of the weights."""
+        """Number of ranks that share the model. Each rank loads its slices of the weights."""
         held = self.spec.cut if isinstance(self.spec, HostedInfo) else self.sliced
         return 1 if held is None else held.share.size
 
     @property
     def native(self) -> ModelSpec:
-        """The spec of a model that this package's decoder runs.
+        """Spec of the model, if this package's decoder runs it.
 
         Raises:
-            UnsupportedModel: transformers' module of the model is run.
+            UnsupportedModel: transformers' own module of the model is run instead.
         """
         if not isinstance(self.spec, ModelSpec):
             raise UnsupportedModel(f"{self.name}: is hosted, and has no weights of the decoder's own")

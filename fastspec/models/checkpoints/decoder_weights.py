@@ -66,8 +66,8 @@ class PendingWeights:
 
     Attributes:
         weights: the weights. Their values must not be read before `fill` has returned.
-        fill: function that reads the files and fills the weights. It may run in another thread, and raises the
-            CheckpointErrors of `allocate_weights`.
+        fill: function that reads the files and fills the weights. It may run in another thread. It raises
+            CheckpointError like `allocate_weights`.
         cancel: function that makes `fill` end soon. The weights must not be used afterwards.
         checkpoint: source of the weights.
         loader: object that can fill the weights again with other values.
@@ -91,7 +91,8 @@ def allocate_weights(
 ) -> PendingWeights:
     """Allocates the fused weights of a checkpoint in `dtype` on `device`. `PendingWeights.fill` fills them later.
 
-    From a live module they are filled at once, so that with `release_source` its memory can be used for the copy.
+    Weights from a live module are filled at once. With `release_source`, the module's memory is freed meanwhile, so
+    that it can be used for the weights.
 
     Args:
         checkpoint: the checkpoint, from `resolve`.
@@ -108,7 +109,7 @@ def allocate_weights(
     Raises:
         CheckpointError: the stored tensors do not match the config, or a value does not fit in float16.
         UnsupportedModel: a stored dtype, or the live module, is not supported.
-        UnsupportedOption: another `dtype`.
+        UnsupportedOption: `dtype` is not one of these three.
     """
     if dtype not in DTYPES:
         raise UnsupportedOption(f"dtype={dtype} is not supported, wanted bfloat16, float16 or float32")
@@ -145,7 +146,10 @@ def allocate_weights(
 
 
 def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Returns the bytes that `allocate_weights` would allocate for a checkpoint. Allocates nothing, reads no values."""
+    """Returns the number of bytes that `allocate_weights` would allocate. For the arguments see there.
+
+    Allocates nothing, and reads no values.
+    """
     plain = not checkpoint.in_codes and checkpoint.rounded is None and checkpoint.sliced is None
     if plain and ops.weight_format((1, 1), dtype, device) != "blocked":
         return checkpoint.native.weight_bytes(dtype)
@@ -158,11 +162,13 @@ def planned_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devi
 
 
 def _rounding(checkpoint: Checkpoint) -> Rounding:
-    """Returns a function that decides to which format each matrix of a checkpoint is rounded while it is loaded.
+    """Returns a function that chooses the format to which a matrix of a checkpoint is quantised while it is loaded.
 
-    Matrices of layers are rounded to `checkpoint.rounded`. The output matrix (LM head) of a draft model is about as
-    large as all its layers. It is rounded to at least 8 bits, because 4 bits would harm it most. The output matrix of a
-    target is not rounded, as in published checkpoints.
+    The function takes the name and the shape (N, K) of a matrix. It returns None for a matrix that is not quantised.
+
+    Matrices of layers are quantised to `checkpoint.rounded`. The LM head of a draft model is about as large as all its
+    layers. It is quantised to at least 8 bits, because 4 bits would harm it most. The LM head of a target is not
+    quantised, as in published checkpoints.
     """
     form, draft = checkpoint.rounded, checkpoint.role == "draft"
 
@@ -187,15 +193,15 @@ def load_weights(checkpoint: Checkpoint, **options: Any) -> DecoderWeights:
 
 
 def whole_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Returns the spec of the whole model. With several ranks, `checkpoint.spec` is only that of one rank's part."""
+    """Returns the spec of the whole model. With several ranks, `checkpoint.spec` describes only one rank's part."""
     return checkpoint.native if checkpoint.sliced is None else checkpoint.sliced.spec
 
 
 def own_part(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
-    """Returns a source of the slices that this rank loads. If one process loads the whole model: `source` itself.
+    """Returns a source of the slices that this rank loads. If one rank loads the whole model, returns `source` itself.
 
     Args:
-        source: the whole tensors, by the names of the model's parameters.
+        source: source of the whole tensors, by the names of the model's parameters.
         checkpoint: checkpoint of the model. Its `sliced` says which part this rank loads.
     """
     if checkpoint.sliced is None:
@@ -204,7 +210,7 @@ def own_part(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
 
 
 def source_of(checkpoint: Checkpoint) -> TensorSource:
-    """Returns the tensors of a checkpoint, by the names of the model's parameters."""
+    """Returns a source of a checkpoint's whole tensors, by the names of the model's parameters."""
     whole = whole_spec(checkpoint)
     if checkpoint.module is not None:
         return with_usual_names(by_expert(ModuleTensors(checkpoint.module), whole, checkpoint.name), whole)
@@ -229,7 +235,7 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
 
 
 def _inputs(loader: Loader, spec: ModelSpec) -> InputWeights:
-    """Makes the weights with which a model computes additional inputs of every layer from the token ids."""
+    """Makes the weights by which a model computes an additional input of every layer from the token ids."""
     embed, projection, norm = (f"{row.stored[0]}{row.leaf}" for row in MODEL if row.name.startswith("inputs."))
     table = loader.weight(embed, use="table")
     return InputWeights(table, loader.weight(projection), norm_weight(loader, spec, norm))
@@ -242,7 +248,7 @@ def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | N
         loader: loader of the model's weights.
         spec: spec of the model.
         name: name of the stored tensor.
-        order: stored index of each element. None: as stored.
+        order: for each element of the result, its index in the stored tensor. None: the same order.
     """
     plus_one = spec.plans[0].norm == "rms_plus_one"
     return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
@@ -254,19 +260,19 @@ def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | Non
     Args:
         loader: loader of the model's weights.
         spec: spec of the model.
-        index: number of the layer.
+        index: index of the layer, from 0.
         prefix: prefix of the layer's stored names. None: "model.layers.{index}.".
     """
     return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
 
 
 class _Layer:
-    """Makes the weights of one layer, from the rows of the table `LAYER` that the layer has.
+    """Makes the weights of one layer. The table `layer_table.LAYER` has a row for each weight that a layer can have.
 
     Args:
         loader: loader of the model's weights.
         spec: spec of the model.
-        plan: computation of the layer.
+        plan: description of the layer's computation.
         prefix: prefix of the layer's stored names.
     """
 
@@ -296,7 +302,7 @@ class _Layer:
         return LayerWeights(**fields)
 
     def _take(self, row: TableRow) -> None:
-        """Makes the weight for one row of the table `LAYER`, and its bias."""
+        """Makes the weight that a row of the table `LAYER` describes, and its bias if it has one."""
         loader, order, place = self._loader, row.order(self._spec, self._plan), row.place
         names, biases = self._names(row, row.leaf), self._names(row, ".bias") if row.bias(self._plan) else []
         if row.kind == "stack":
@@ -339,7 +345,7 @@ class _Layer:
     def _names(self, row: TableRow, leaf: str) -> list[str]:
         """Returns the stored names of the tensors for one row of the table `LAYER`.
 
-        For a row of kind "stack" each name is there once per expert.
+        A row of kind "stack" has a name for each matrix of each expert.
 
         Args:
             row: the row.
@@ -350,9 +356,9 @@ class _Layer:
         return [f"{self._prefix}{name.format(expert)}{leaf}" for name in names for expert in range(count)]
 
     def _joining(self, row: TableRow) -> list[tuple[str, ...]]:
-        """Returns the names of the shared expert's tensors that go into the same weight as those of `row`.
+        """Returns the stored names of the shared expert's tensors that become part of the weight of `row`.
 
-        There is one tuple for each row of the table `LAYER` that is joined.
+        There is one tuple for each row of the table `LAYER` that joins `row`. Empty: none does.
         """
         joining = [other for other in self._rows if self._joined and other.joins == row.name]
         return [tuple(self._names(other, other.leaf)) for other in joining]

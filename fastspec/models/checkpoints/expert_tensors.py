@@ -5,11 +5,11 @@
 | `mlp.experts.3.gate_proj.weight` and so on               | publishers; the names that are used here |
 | `feed_forward.experts.3.w1.weight`, w3 and w2            | publishers of LFM2                       |
 | `mixer.experts.3.up_proj.weight` and `down_proj`         | publishers of Nemotron-H                 |
-| `block_sparse_moe.input_linear` and `output_linear`      | publishers of Granite 4; the stacks below|
+| `block_sparse_moe.input_linear` and `output_linear`      | Granite 4's publishers, as gate_up_proj  |
 | `block_sparse_moe.experts.3.w1.weight`, w3 and w2        | publishers of Mixtral                    |
 | `mlp.experts.gate_up_proj` [N, 2 I, hidden], `down_proj` | transformers 5 in memory                 |
-| the same transposed                                      | publishers of Qwen3-VL                   |
-| the same transposed, gate and up interleaved, biases     | gpt-oss in 16 bits                       |
+| `mlp.experts.gate_up_proj`, `down_proj`, transposed      | publishers of Qwen3-VL                   |
+| transposed as above, gate and up interleaved, and biases | gpt-oss in 16 bits                       |
 | `gate_up_proj_blocks` and `_scales`, `down_proj_...`     | gpt-oss in mxfp4                         |
 """
 
@@ -51,12 +51,12 @@ _CODES_OF_BLOCK = 16  # bytes for 32 values
 
 @dataclass(frozen=True, slots=True)
 class ExpertPart:
-    """Location of one expert's matrix or bias in a stored tensor that has those of all experts.
+    """Location of one expert's matrix or bias in a stored tensor that contains those of all experts.
 
     Attributes:
         stored: name of the stored tensor. For mxfp4 without the suffix `_blocks`.
         expert: index of the expert on the tensor's first axis.
-        rows: rows of the expert's matrix, transposed back if needed, or elements of its bias.
+        rows: range of rows of the expert's matrix after it was transposed back, or of elements of its bias.
         transposed: True if the expert's matrix is stored transposed.
     """
 
@@ -66,13 +66,13 @@ class ExpertPart:
     transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns this part of the stored tensor, as a view."""
+        """Returns the expert's matrix or bias as a view of `tensor`, which is the stored tensor."""
         mine = tensor[self.expert]
         return (mine.t() if self.transposed else mine)[self.rows]
 
 
 def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
-    """Returns a source with separate tensors for each expert. Without experts in the spec it is `source` itself.
+    """Returns a source with separate tensors for each expert. If the spec has no experts, returns `source` itself.
 
     Args:
         source: the stored tensors.
@@ -83,15 +83,15 @@ def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
 
 
 def check_mxfp4(source: object, quantisation: Quantisation | None, name: str) -> None:
-    """Refuses a checkpoint in which either the config or the stored experts are mxfp4, but not both.
+    """Refuses a checkpoint if only one of these is true: its config says mxfp4, and its experts are stored in mxfp4.
 
     Args:
         source: result of `by_expert`.
-        quantisation: quantisation settings of the config.
+        quantisation: quantisation settings of the config. None: it has none.
         name: name of the checkpoint, for messages.
 
     Raises:
-        CheckpointError: they do not agree. The message has the stored format and that of the config.
+        CheckpointError: only one is true. The message has the stored format and that of the config.
     """
     said = quantisation is not None and quantisation.method == "mxfp4"
     found = isinstance(source, ExpertTensors) and source.quantised
@@ -161,7 +161,7 @@ class ExpertTensors(WrappedSource):
         return (self._hidden, width) if kind == "down_proj" else (first, self._hidden)
 
     def _take(self, stored: str, info: TensorInfo) -> None:
-        """Registers a stored tensor under its name. If it has all experts, registers one name for each expert's part.
+        """Registers a stored tensor under its usual name. A tensor of all experts gets one name for each expert's part.
 
         Args:
             stored: stored name of the tensor.
@@ -191,7 +191,7 @@ class ExpertTensors(WrappedSource):
         self._names[here], self._infos[here] = stored, info
 
     def _take_all(self, experts: str, name: str, stored: str, info: TensorInfo) -> None:
-        """Registers each expert's part of a stored tensor that has all experts.
+        """Registers each expert's part of a stored tensor that contains all experts.
 
         Args:
             experts: prefix of the parts' names.
@@ -256,7 +256,7 @@ class ExpertTensors(WrappedSource):
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """Returns the tensor `name` on the source's device. A matrix in mxfp4 is dequantised to fp32."""
+        """Returns the tensor `name` on the source's device. An mxfp4 matrix is dequantised to fp32 on the CPU."""
         codes = self.codes(name, torch.device("cpu"))
         if codes is not None:
             return codes.dequantise(torch.float32)
@@ -284,7 +284,7 @@ class ExpertTensors(WrappedSource):
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
         """Returns a range of rows and columns of the quantised matrix `name`. None: it is not quantised.
 
-        If the columns of an mxfp4 matrix are not whole blocks, the whole matrix is read and then cut.
+        If the columns do not begin and end between blocks of an mxfp4 matrix, the whole matrix is read and then cut.
         """
         if not self._in_blocks(name):
             return None if name in self._parts else super().codes_part(name, rows, columns, device)
@@ -310,7 +310,7 @@ class ExpertTensors(WrappedSource):
     def release(self, names: list[str]) -> None:
         """Frees the memory of these tensors in the source.
 
-        A stored tensor with all experts is freed when this and earlier calls have named all its parts.
+        A stored tensor of all experts is freed when this and earlier calls have named all its parts.
         """
         free = [self._names[name] for name in names if name not in self._parts]
         for name in names:

@@ -1,4 +1,4 @@
-"""Gets the files of a model on the Hugging Face Hub from the local cache, or downloads them. The config comes first."""
+"""Gets the files of a model on the Hugging Face Hub from the local cache, or downloads them, the config first."""
 
 from __future__ import annotations
 

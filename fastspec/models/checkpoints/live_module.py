@@ -59,8 +59,8 @@ ROTARY: Final = ("inv_freq", "attention_scaling")  # attributes that the spec co
 def check_unchanged(module: nn.Module) -> None:
     """Refuses a live model with forward hooks, replaced methods, special parameter classes, or dropout in training.
 
-    Backward and state-dict hooks are accepted, because they change neither the model's text nor a copy of its
-    parameters.
+    Backward and state-dict hooks are accepted, because they change neither the generated text nor the values
+    of parameters.
 
     Args:
         module: a transformers model. Not modified.
@@ -134,7 +134,7 @@ def _check_methods(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _is_own(part: nn.Module, name: str, value: Any) -> bool:
-    """True if the value of a module's attribute is still the method of its class, only bound again or compiled.
+    """True if a module's attribute is still the method of its class, even if it was bound again or compiled.
 
     Args:
         part: the module.
@@ -156,7 +156,7 @@ def _check_parameters(part: nn.Module, refuse: Refuse) -> None:
 
 
 def _check_attention(module: nn.Module) -> None:
-    """Refuses a model whose attention or mask function in transformers' tables is not transformers' own."""
+    """Refuses a model if its attention function or its mask function is not defined by transformers."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -215,7 +215,10 @@ def _same_config(own: Any, spec: ModelSpec) -> bool:
 
 
 def changed_constants(part: nn.Module, like: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yields (name, value) of each number, flag or text of a module that differs from that of a new module.
+    """Yields name and value of each constant of a module whose value in a new module is another.
+
+    Constants are attributes that are numbers, flags, texts or None. Those that no forward pass reads are left out. If
+    the module lacks a constant, a placeholder object is its value.
 
     Args:
         part: the module to check.
@@ -238,7 +241,8 @@ def as_built(module: nn.Module, spec: ModelSpec) -> ModelSpec:
         spec: spec of the model, from its config.
 
     Raises:
-        UnsupportedModel: the frequencies are not one positive finite number for each rotated pair of elements.
+        UnsupportedModel: there is not one finite frequency from 0 for each rotated pair of elements. Or the config has
+            short and long frequencies, and the model has others.
     """
     if all(plan.rope is None for plan in spec.plans):
         return spec
@@ -379,7 +383,7 @@ class ModuleTensors(TensorSource):
         }
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns the properties of every parameter. A tied output matrix (LM head) has both names."""
+        """Returns the properties of every parameter. A tied matrix is there by the names of embedding and LM head."""
         return self._infos
 
     def read(self, name: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Finds and checks a generator's target and draft, with the formats to which their matrices will be rounded."""
+"""Finds and checks a generator's target and draft, and notes the formats to which they are quantised on loading."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def resolve_pair(
     feature_layers: Sequence[int] | None = None,
     draft_vocab: Sequence[int] | None = None,
 ) -> tuple[Checkpoint, Checkpoint | HeadCheckpoint | None]:
-    """Finds and checks target and draft, and notes the formats to which they will be rounded. Loads no weights.
+    """Finds and checks target and draft, and notes the formats to which they will be quantised. Loads no weights.
 
     The draft is a draft model, or a learned drafter (head).
 
@@ -48,10 +48,13 @@ def resolve_pair(
         draft: the user's draft; see `resolve`. "mtp" is the target's own MTP layers, not a directory of that name.
             None: there is no draft.
         revisions: revisions on the Hub of (target, draft). None: the default branch.
-        quantization: formats to which (target, draft) are rounded while they are loaded. None: not rounded.
+        quantization: formats to which (target, draft) are quantised while they are loaded. None: loaded as stored.
         feature_layers: boundaries of the target whose hidden states a head reads, if the user chose them. Boundary b
             is the hidden state after b layers. None: those in the head's config.
         draft_vocab: ids that a head may draft, if the user chose them. None: all ids in its vocabulary.
+
+    Returns:
+        (target, draft). The draft is None if there is none.
 
     Raises:
         UnsupportedOption: an unknown format, a format for a model that is stored quantised, or an option that the draft
@@ -80,7 +83,7 @@ def resolve_pair(
 
 
 def _with_mask(draft: Checkpoint) -> Checkpoint:
-    """Returns a draft model with the token id of masks from its config, if it is a PARD model.
+    """Returns a draft model with `mask_id` from its config if it is a PARD model, else the same draft model.
 
     Raises:
         CheckpointError: the id is not in the model's vocabulary.
@@ -137,7 +140,7 @@ def _rounded_head(head: HeadCheckpoint, form: str | None) -> HeadCheckpoint:
 
 
 def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
-    """Returns a checkpoint whose matrices will be rounded to the format `form` while they are loaded.
+    """Returns a copy of a checkpoint whose matrices will be quantised to the format `form` while they are loaded.
 
     The given checkpoint must not be stored quantised.
     """
@@ -147,10 +150,10 @@ def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
 
 
 def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
-    """Returns a short hash by which two checkpoints are told apart: 16 hexadecimal digits.
+    """Returns 16 hexadecimal digits of a hash. Different checkpoints have different ones.
 
-    It covers the spec, the format to which matrices are rounded, and sizes of files with samples of their bytes. Of a
-    live module it covers names, shapes and the first values of parameters.
+    The hash covers the spec, the format to which matrices are quantised on loading, and the sizes and some bytes of the
+    files. For a live module it covers names, shapes and the first values of parameters.
     """
     cut, of_hosted = getattr(checkpoint, "sliced", None), getattr(checkpoint.spec, "cut", None)
     whole = (checkpoint.spec if of_hosted is None else of_hosted.whole) if cut is None else cut.spec

@@ -41,7 +41,7 @@ class RenamedTensors(WrappedSource):
         return self._stored[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns every tensor by its new name."""
+        """Returns the properties of every tensor, by its new name."""
         infos = self._source.infos()
         return {name: infos[stored] for name, stored in self._stored.items()}
 
@@ -51,7 +51,7 @@ class FlatTensors(WrappedSource):
 
     Args:
         source: the tensors.
-        flat: ends of the names of the tensors that are flattened. They have several axes, all except one of size 1.
+        flat: suffixes of the names of the tensors that are flattened. All axes of these except one have size 1.
     """
 
     def __init__(self, source: TensorSource, flat: tuple[str, ...]) -> None:
@@ -62,15 +62,15 @@ class FlatTensors(WrappedSource):
         }
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns every tensor by its name."""
+        """Returns the properties of every tensor, with the shape after flattening."""
         return self._infos
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor with the shape in `infos`."""
+        """Returns the tensor `name`, with the shape that `infos` gives for it."""
         return self._source.read(name).reshape(self._infos[name].shape)
 
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
-        """Returns rows of a flattened tensor, or rows and columns of another one."""
+        """Returns a range of elements of a flattened tensor, or a range of rows and columns of another tensor."""
         if self._infos[name].shape == self._source.infos()[name].shape:
             return self._source.read_part(name, rows, columns)
         return self.read(name)[rows]
@@ -79,8 +79,8 @@ class FlatTensors(WrappedSource):
 class NamedTensors(RenamedTensors):
     """Tensors of a checkpoint directory, by the names of the model's parameters.
 
-    A stored name may lack the prefix `model.`, have it twice, or have one of the prefixes `TEXT`. A tied embedding may
-    be stored under the name of the output matrix (LM head).
+    A stored name may lack the prefix `model.`, have it twice, or have a prefix of a text part, such as
+    `language_model.`. A tied embedding may be stored under the name of the output matrix (LM head).
 
     Args:
         source: the stored tensors.
@@ -134,11 +134,11 @@ def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
 
 
 def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
-    """Returns the spec with `own_names`: those of `ModelFamily.other_names` that the source has.
+    """Returns the spec with `own_names`: the names of `ModelFamily.other_names` that the source's tensors have.
 
     Args:
         spec: spec of the model.
-        source: its tensors, with the names of `with_usual_names`.
+        source: tensors of the model, by the names that `with_usual_names` gives them.
     """
     last = {name.rpartition("layers.")[2].partition(".")[2] for name in source.infos()}
     others = FAMILIES[spec.family].other_names
@@ -148,7 +148,7 @@ def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
 
 
 def usual_name(stored: str, renamed: Mapping[str, str]) -> str:
-    """Replaces parts of a tensor's stored name by the usual ones.
+    """Replaces parts of a tensor's stored name by those that the table `layer_table.LAYER` uses.
 
     Args:
         stored: the stored name.
@@ -183,7 +183,7 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
 def has_own_head(source: TensorSource) -> bool:
     """True if an output matrix (LM head) is stored, and its values are not those of the embedding.
 
-    Matrices of different dtypes are equal if their values are. Both are read up to the first difference. Their shapes
+    The two are compared by value, also if their dtypes differ. Both are read up to the first difference. Their shapes
     must be equal.
     """
     if HEAD not in source.infos():

@@ -1,4 +1,4 @@
-"""Slices of a checkpoint's tensors that one rank of a tensor-parallel group loads. Nothing else is read."""
+"""Cuts a checkpoint's tensors to the slices that one rank of a tensor-parallel group loads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _MXFP4_UNIT = 64  # columns of an mxfp4 matrix that kernels read together
 
 
 def sliced(checkpoint: Checkpoint, share: RankShare) -> Checkpoint:
-    """Returns the part of a checkpoint that one rank loads. Its spec has the sizes of this part.
+    """Returns a copy of a checkpoint for one rank. Its `spec` has the sizes of the part that this rank loads.
 
     Args:
-        checkpoint: the whole model.
-        share: number of this rank and of all ranks.
+        checkpoint: checkpoint of the whole model.
+        share: index of this rank, and number of ranks.
 
     Raises:
         UnsupportedOption: a layer has norms over all heads and interleaved RoPE, which ranks do not support together.
@@ -59,8 +59,8 @@ def local_spec(spec: ModelSpec, share: RankShare, unit: int = 1) -> ModelSpec:
 
     Args:
         spec: spec of the whole model.
-        share: number of this rank and of all ranks.
-        unit: an expert's columns are cut at multiples of this number.
+        share: index of this rank, and number of ranks.
+        unit: number of columns that kernels read together. The columns of an expert are cut at multiples of it.
     """
     heads, kv_heads = share.cut(spec.num_heads), share.kv_cut(spec.num_kv_heads)
     inner = share.cut(spec.intermediate_size)
@@ -88,11 +88,11 @@ def _local_plan(plan: LayerPlan, share: RankShare, unit: int) -> LayerPlan:
 
 
 def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tuple[int, ...]:
-    """Returns all numbers of ranks that compute the same bits as the present number of ranks, including this number.
+    """Returns the sizes of tensor-parallel groups that compute bit-identical results, including the present size.
 
-    On a GPU, the sums over K in the o and down projections must be added in one binary tree over all ranks. This needs
-    kernels that support it for every rank's part, even with the largest number of ranks. If matrices are rounded while
-    they are loaded, each rank has its own scales, so other numbers of ranks give other bits.
+    On a GPU, the sums over K in the o and down projections must be added in one binary tree over all ranks. The kernels
+    must support this for every rank's part in every group. If matrices are quantised while they are loaded, each rank
+    has its own scales. Then only the present size is returned.
 
     Args:
         checkpoint: one rank's part, from `sliced`.
@@ -112,7 +112,7 @@ def same_text_on(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
 
 
 def _in_trees(spec: ModelSpec, ranks: int, dtype: torch.dtype) -> bool:
-    """True if `ranks` ranks compute the same bits as one process.
+    """True if a group of `ranks` ranks computes bit-identical results to one rank.
 
     In the o and down projections the sum over K is a binary tree, and each rank must sum whole subtrees. In other
     products each rank computes whole sums.
@@ -138,7 +138,7 @@ class SlicedTensors(WrappedSource):
 
     Args:
         source: the whole tensors.
-        slices: name of a tensor -> its slice. Tensors that are not there are whole.
+        slices: name of a tensor -> its slice. Tensors without an entry stay whole.
     """
 
     def __init__(self, source: TensorSource, slices: Mapping[str, Slice]) -> None:

@@ -92,7 +92,7 @@ def resolve(
             downloaded. If a str is a directory and also a Hub id, the directory is used.
         role: "target" or "draft", for messages.
         revision: branch, tag or commit of a Hub id. Must be None for other sources.
-        fetched: local directory with the files of a Hub id. None: they were not looked up yet.
+        fetched: local directory to which the files of this Hub id were downloaded already. None: not downloaded yet.
 
     Returns:
         The checkpoint. No memory for weights is allocated.
@@ -101,7 +101,7 @@ def resolve(
         CheckpointError: the checkpoint is not found, cannot be downloaded, or is damaged. The message names the file
             and the field.
         UnsupportedModel: a model that cannot be run.
-        UnsupportedOption: a revision of something that is not a Hub id.
+        UnsupportedOption: `revision` is given, and `source` is not a Hub id.
         TypeError: `source` is of another type.
     """
     if not isinstance(source, str | os.PathLike | nn.Module):
@@ -312,7 +312,7 @@ def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig)
 
 
 def check_before_download(directory: Path) -> None:
-    """Refuses a model that cannot be run, by its config alone, so that its weights are not downloaded."""
+    """Refuses a model that cannot be run, before its weights are downloaded. Reads only the config in `directory`."""
     raw = check_config_file(directory)
     config = _build_config(directory / CONFIG, raw)
     if not runs_natively(config) and native_text_part(config) is None:

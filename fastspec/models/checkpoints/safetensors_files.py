@@ -1,4 +1,4 @@
-"""Safetensors files of a local checkpoint.
+"""Reads the safetensors files of a local checkpoint.
 
 Headers are read first, and names are checked. Tensors are views of memory-mapped files.
 """
@@ -120,7 +120,7 @@ class ShardTensors(TensorSource):
         directory: local directory of the checkpoint.
 
     Attributes:
-        directory: the same.
+        directory: see above.
         unnamed: names of tensors that are in a weight file but not in the checkpoint's index.
 
     Raises:

@@ -113,7 +113,7 @@ def warn_of_other_parts(stored: Iterable[str], name: str) -> list[str]:
 
 
 def _of_shared(stored: str, spec: ModelSpec) -> bool:
-    """True if a stored tensor makes keys or values of a layer that uses those of another layer instead.
+    """True if a stored tensor belongs to the K or V projection of a layer that uses the K and V of another layer.
 
     Some publishers store such tensors, which no computation reads.
     """

@@ -84,9 +84,9 @@ class TensorSource:
         return None
 
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
-        """Returns a range of rows and columns of the quantised matrix `name`; see `Codes.part`.
+        """Returns a range of rows and columns of the quantised matrix `name`. None: it is not quantised.
 
-        Only the stored words that contain the range are read.
+        Only the stored elements that contain the range are read. For the result see `Codes.part`.
         """
         return None
 
@@ -106,7 +106,7 @@ class WrappedSource(TensorSource):
         self.directory, self.unnamed = source.directory, source.unnamed
 
     def _inner(self, name: str) -> str:
-        """Returns the name of a tensor in the wrapped source."""
+        """Returns the name that the tensor `name` has in the wrapped source."""
         return name
 
     @override

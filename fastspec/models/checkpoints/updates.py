@@ -1,6 +1,6 @@
-"""New values for the weights of a model that is in use. They are checked first, then copied over the old ones in place.
+"""Updates the weights of a model that is in use. New values are checked first, then copied over the old ones in place.
 
-Tensors have the names of a checkpoint. They are split, joined, packed and rounded as when the model was loaded.
+New tensors have the names of a checkpoint. They are split, joined, packed and quantised as when the model was loaded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GivenTensors(TensorSource):
     """Tensors that a caller gives, by name.
 
     Args:
-        tensors: pairs of a name and a tensor. The tensor may be a handle of one in another process, made by
+        tensors: pairs of a name and a tensor. A tensor of another process is given as a handle, made by
             `torch.multiprocessing.reductions.reduce_tensor`. Names may have the prefixes of wrappers (`_WRAPPERS`).
 
     Raises:

@@ -2,8 +2,8 @@
 
 Weights are allocated first. They can be filled later by several threads, while kernels are compiled and the rest of the
 model is built. On CUDA each thread copies through its own pinned memory, on its own stream. On this stream the values
-are also packed or rounded, while the thread reads the next values. A thread only waits until its pinned memory is free
-again, and for checks of values.
+are also packed or quantised, while the thread reads the next values. A thread only waits until its pinned memory is
+free again, and for checks of values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Rounding = Callable[[str, tuple[int, int]], "CodesKind | None"]
 
 
 def _as_it_is(name: str, shape: tuple[int, int]) -> None:
-    """Returns None, so that no matrix is rounded. Default of `rounds_to` in `Loader`."""
+    """Returns None, so that no matrix is quantised. Default of `rounds_to` in `Loader`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,8 +49,8 @@ class Part:
 
     Attributes:
         names: names of the stored tensors, which are stacked along their rows.
-        place: the weight. None: the stored values cannot be read back from it, because it is rounded or quantised.
-        order: stored index of each row of the weight. None: as stored.
+        place: the weight. None: the stored values cannot be read back from the weight, because it is quantised.
+        order: for each row of the weight, its index in the stacked tensors. None: the same order.
         copy: function that fills the weight from the loader's source.
     """
 
@@ -65,11 +65,11 @@ class Loader:
 
     Args:
         source: the tensors. It must be open (`TensorSource.open`) unless `later` is True.
-        dtype, device: those of the weights.
+        dtype, device: dtype and device of the weights.
         ops: ops that will read the weights.
         bar: progress bar, which counts copied bytes.
-        rounds_to: function of a matrix's name and shape (N, K). Returns the quantised format to which the matrix is
-            rounded, or None: not rounded. It is not called for matrices that are stored quantised.
+        rounds_to: function of a matrix's name and shape (N, K). It returns the format to which the matrix is quantised.
+            None: it is not quantised. The function is not called for matrices that are stored quantised.
         planned: True to make weights without memory, on the meta device, so that their bytes can be counted.
         release: True to free the source's tensors after they are copied.
         later: True to copy nothing before `fill`.
@@ -110,8 +110,8 @@ class Loader:
 
         Args:
             *names: names of the stored tensors.
-            order: stored index of each row of the result. None: as stored.
-            dtype: dtype of the result. None: the loader's.
+            order: for each row of the result, its index in the stacked tensors. None: the same order.
+            dtype: dtype of the result. None: the loader's dtype.
             plus: number that is added to every value.
         """
         parts = [self._infos[name].shape for name in names]
@@ -134,7 +134,7 @@ class Loader:
             *names: names of the stored matrices.
             gated: True if the first half of the rows is the gate of an MLP.
             order: see `tensor`.
-            tree: True if the sums over the columns of all ranks are one binary tree; see `Weight`.
+            tree: True if partial sums over the columns of all ranks are added as one binary tree; see `Weight`.
             use: purpose of the matrix; see `Use`.
         """
         shape = _shape_of(self._infos, names)
@@ -166,8 +166,8 @@ class Loader:
     def joins_shared(self, *names: str) -> bool:
         """True if `ops` want a shared expert's matrices in the same stack as those of the routed experts.
 
-        False if the named matrices are quantised or rounded, or if ranks share the model. Then the shared expert has
-        separate weights.
+        False if the named matrices are or will be quantised, or if several ranks share the model. Then the shared
+        expert has separate weights.
 
         Args:
             *names: names of the shared expert's matrices.
@@ -202,7 +202,7 @@ class Loader:
         return made
 
     def _stored_kind(self, names: tuple[str, ...]) -> CodesKind | None:
-        """Returns the one quantised format in which all named matrices are stored. None: there is none."""
+        """Returns the quantised format in which all named matrices are stored. None: they have no common one."""
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
         shapes = [(each[0], each[1]) for each in (self._infos[name].shape for name in names)]
         return joined_kind(kinds, shapes) if len(kinds) == len(names) else None
@@ -226,15 +226,15 @@ class Loader:
             self._bar.update(math.prod(codes.shape) * self.dtype.itemsize)
 
     def _kind(self, names: tuple[str, ...], shape: tuple[int, int], order: list[int] | None) -> CodesKind | None:
-        """Returns the quantised format of a weight that is fused from the named matrices. None: plain values.
+        """Returns the quantised format of a weight that is fused from the named matrices. None: not quantised.
 
-        If no matrix is stored quantised, it is the format to which the weight is rounded. Otherwise all matrices must
-        be stored in one format.
+        If no matrix is stored quantised, it is the format to which the weight is quantised now. If the matrices are not
+        all stored in one quantised format, the result is None.
 
         Args:
             names: names of the stored matrices.
             shape: (N, K) of the weight.
-            order: stored index of each row of the weight. None: as stored.
+            order: for each row of the weight, its index in the stacked matrices. None: the same order.
         """
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
         if not kinds:
@@ -246,7 +246,7 @@ class Loader:
         return kind if kind is None or order is None else CodesKind(kind.format, (1, kind.block[1]))
 
     def fill(self) -> None:
-        """Fills all weights that were made with `later`. On CUDA all copies are complete when it returns.
+        """Fills all weights that are not filled yet. On CUDA all copies are complete when it returns.
 
         Raises:
             CheckpointError: a value cannot be read, or does not fit in float16. Then the remaining weights stay empty.
@@ -266,7 +266,7 @@ class Loader:
     def present(self, name: str) -> Tensor:
         """Reads the present values of a stored tensor back from the weights, with rows in the stored order.
 
-        Its weight must not be rounded or quantised; see `Part.place`.
+        The weight that contains it must not be quantised; see `Part.place`.
         """
         part = next(part for part in self.parts if name in part.names)
         assert part.place is not None, "its values can be read back"
@@ -277,10 +277,10 @@ class Loader:
         return fused[start : start + self._infos[name].shape[0]]
 
     def refill(self, source: TensorSource, names: Collection[str]) -> None:
-        """Fills those weights again, in place, that contain one of the named tensors.
+        """Fills every weight again, in place, that contains one of the named tensors.
 
         Args:
-            source: all tensors of these weights, with the shapes and quantised formats of the first ones.
+            source: all tensors of these weights. They have the shapes and quantised formats of the first load.
             names: names of the tensors with new values.
         """
         before = self._source, self._infos, self._bar, self._release
@@ -309,7 +309,7 @@ class Loader:
             part.copy(None)
 
     def _read_along(self) -> None:
-        """Fills weights until none is left. Each thread of `fill` runs it."""
+        """Fills weights until none is left to fill. Each thread of `fill` runs this method."""
         staging = _Staging(self._device)
         with torch.cuda.device(self._device), torch.cuda.stream(staging.stream):
             self._fill_until_done(staging)
@@ -336,13 +336,13 @@ class Loader:
         order: list[int] | None,
         staging: _Staging | None,
     ) -> None:
-        """Fills a weight with quantised values: stored ones, or plain values that are rounded now.
+        """Fills a quantised weight, from stored quantised values, or from plain values that are quantised now.
 
         Args:
             names: names of the stored matrices.
             place: the weight.
-            kind: its quantised format.
-            order: stored index of each row of the weight. None: as stored.
+            kind: quantised format of the weight.
+            order: for each row of the weight, its index in the stacked matrices. None: the same order.
             staging: pinned memory of this thread. None: the device is not CUDA, or values are copied directly.
         """
         parts = [codes for name in names if (codes := self._source.codes(name, self._device)) is not None]
@@ -364,11 +364,11 @@ class Loader:
         order: list[int] | None,
         staging: _Staging | None,
     ) -> None:
-        """Fills a weight with plain values. With a `kind`, they are first rounded to this quantised format.
+        """Fills a weight that is not quantised. With a `kind`, values are first quantised to it, then dequantised.
 
         Args:
             names, place, order, staging: see `_fill_codes`.
-            kind: quantised format to which values are rounded, if they are stored plain. None: not rounded.
+            kind: format to which values are quantised, if they are not stored quantised. None: they are used as stored.
         """
         plain = all(self._source.kind(name) is None for name in names)
         values = partial(self._rounded, kind if plain else None)
@@ -381,7 +381,7 @@ class Loader:
             place.fill(values(self._rows(names, place, order, staging)))
 
     def _rounded(self, kind: CodesKind | None, rows: Tensor) -> Tensor:
-        """Rounds rows to a quantised format and dequantises them again. With None, returns the rows unchanged."""
+        """Quantises rows to the format `kind`, and dequantises them again. With None, returns the rows unchanged."""
         return rows if kind is None else rounded(rows, kind).dequantise(self.dtype)
 
     def _pack_rounded(self, place: PackedCodes, tile: int, rows: Tensor) -> Tensor:
@@ -391,7 +391,7 @@ class Loader:
     def _runs(
         self, names: tuple[str, ...], place: Weight, staging: _Staging | None
     ) -> Iterator[tuple[int, Tensor]]:  # fmt: skip
-        """Yields the rows of a weight in ranges of whole 16-row tiles: (number of the first tile, rows).
+        """Yields the rows of a weight in ranges of whole 16-row tiles: (index of the first tile, rows).
 
         For a gated weight, the gate rows of a range come before its up rows. All ranges use the same memory, so work on
         one must be queued on the stream before the next is taken.

@@ -1,4 +1,4 @@
-"""Spec of a Gemma 4 assistant, a small drafter that attends to the target's keys and values."""
+"""Makes the spec of a Gemma 4 assistant, a small drafter that attends to the target's keys and values."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class AssistantSpec(HeadSpec):
     scores of the groups are norm(x) Wcentroids^T. Only ids in the `chosen` groups with the largest scores get a logit.
 
     Attributes:
-        sources: for each layer of the assistant, the layer of the target whose keys and values it reads.
-        chosen: number of groups whose ids get a logit. 0: there are no groups, and all ids get one.
+        sources: for each layer of the assistant, the index of the target's layer whose keys and values it reads.
+        chosen: number of groups whose ids get a logit. 0: there are no groups, and all ids get a logit.
     """
 
     sources: tuple[int, ...]
@@ -56,7 +56,7 @@ class AssistantSpec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is stored for each row between steps: the target's hidden state at the newest position."""
+        """Shape of the tensor that is stored for each batch row between steps: the target's newest hidden state."""
         return (self.target.hidden_size,)
 
     @property
@@ -124,7 +124,7 @@ def assistant_spec(
 
 
 def _decoder(text: Mapping[str, Any], where: Path) -> ModelSpec:
-    """Makes the spec of the assistant's layers, as if each had keys and values of its own. `_over` corrects this.
+    """Makes the spec of the assistant's layers, as if each had its own keys and values. `_over` corrects this.
 
     Args:
         text: the object `text_config` of its config.
@@ -156,10 +156,10 @@ def _over(decoder: ModelSpec, model: ModelSpec) -> tuple[tuple[Any, ...], tuple[
         model: spec of the target.
 
     Returns:
-        (plans of the assistant's layers, without keys and values; number of the target's layer for each).
+        (plans of the assistant's layers, without keys and values; for each the index of the target's layer).
 
     Raises:
-        CheckpointError: the target has no such layer, or a layer with other heads or another window.
+        CheckpointError: the target has no layer of this type, or its layer has other KV heads or another window.
     """
     plans, sources = [], []
     for index, plan in enumerate(decoder.plans):

@@ -33,24 +33,24 @@ UNUSED: Final = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight", "rota
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadCheckpoint:
-    """Checkpoint of one learned drafter, called a head: what it is, and where its files are. Implements `ModelSource`.
+    """Checkpoint of one learned drafter, called a head: its spec and its files. Implements `ModelSource`.
 
     Attributes:
         name: path or Hub id of the head, for messages.
         spec: type and sizes of the head.
         directory: local directory with the files.
         vocab_map: int64 [spec.vocab_size] on the CPU, the target's id of each id of the head. None: the ids are equal.
-        sample: token ids of a short text. With it the possible meanings of the head's config (`HeadSpec.readings`) are
-            compared. Empty if there is only one meaning.
+        sample: token ids of a short text. The possible meanings of the head's config (`HeadSpec.readings`) are tried on
+            it. Empty if there is only one meaning.
         source: the target, if its checkpoint contains the head. None: the head has its own checkpoint.
-        rows_of: the target, if the user chose which ids a head with its own checkpoint drafts. The matrices that give
-            logits then consist of some rows of the stored matrix, which is the head's or the target's. None: the user
-            chose no ids.
-        stored: description of the format to which the head's matrices are rounded. Empty: they are not rounded.
+        rows_of: the target, if the user chose which ids a head with its own checkpoint drafts. Then only the rows of
+            these ids are loaded of the output matrix, which is the head's or the target's. None: the user chose no ids.
+        stored: description of the format to which the head's matrices are quantised while they are loaded. Empty: they
+            are not quantised.
         module: None, because heads are read from files.
-        ranks: 1, because every process loads the whole head.
+        ranks: 1, because every rank loads the whole head.
         mtp: False, because a head has no MTP layers of its own.
-        rounded: the format described by `stored`. None: not rounded.
+        rounded: the format that `stored` describes. None: not quantised.
         count: function that computes `bytes_loaded`.
     """
 
@@ -69,7 +69,7 @@ class HeadCheckpoint:
     count: HeadCount = field(kw_only=True)
 
     def bytes_loaded(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-        """Returns the bytes of the draft head's weights and id tables on a device, with activations of `dtype`."""
+        """Returns the number of bytes of the draft head's weights and id tables on a device; see `head_bytes`."""
         return self.count(self, dtype, device, ops)
 
 
@@ -155,7 +155,7 @@ def check_head_tensors(tensors: TensorSource, spec: HeadSpec) -> None:
 def target_ids(tensors: TensorSource, spec: HeadSpec) -> Tensor | None:
     """Reads the table that maps the draft head's token ids to the target's: int64 [vocab_size] on the CPU.
 
-    The stored tensor `d2t` has the differences between the two. None if all ids are equal.
+    The stored tensor `d2t` has the differences between the target's ids and the head's. None if all ids are equal.
 
     Args:
         tensors: stored tensors of the head.
@@ -197,7 +197,7 @@ def sizes_of(target: Checkpoint) -> TargetSizes:
     """Returns the sizes of a target model that a draft head needs.
 
     Raises:
-        UnsupportedModel: transformers' module of the target is run, and its layers are not in one list.
+        UnsupportedModel: the target is run by transformers' own module, and its layers are not in one list.
     """
     spec = target.spec
     if isinstance(spec, HostedInfo):

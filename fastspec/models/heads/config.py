@@ -34,9 +34,9 @@ _READ: Final = (
 
 
 def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
-    """Returns the config of a draft head's layers. In the layout of speculators it is an object inside of the config.
+    """Returns the config of a draft head's layers.
 
-    In other layouts it is the config itself.
+    In the layout of speculators it is an object inside of the config. In other layouts it is the config itself.
 
     Args:
         raw: content of `config.json`.
@@ -52,7 +52,7 @@ def inner_config(raw: Mapping[str, Any], where: Path) -> Mapping[str, Any]:
 
 
 def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
-    """Returns the field `name` of a config, true or false. The default if it is missing or null.
+    """Returns the field `name` of a config, true or false. Returns `default` if it is missing or null.
 
     Raises:
         CheckpointError: any other value.
@@ -66,7 +66,7 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False) -> bool:
 
 
 def size(raw: Mapping[str, Any], name: str, default: int) -> int:
-    """Returns the field `name` of a config, a whole number from 1 on. The default if it is missing or null.
+    """Returns the field `name` of a config, a whole number from 1 on. Returns `default` if it is missing or null.
 
     Raises:
         CheckpointError: any other value.
@@ -80,9 +80,9 @@ def size(raw: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, target: TargetSizes) -> bool:
-    """Returns True if a draft head's own embedding is also its output matrix, according to its `tie_word_embeddings`.
+    """True if a draft head's own embedding is also its output matrix, according to its `tie_word_embeddings`.
 
-    False if an output matrix is stored: it is used, whatever the flag says. The same flag in the object
+    False if an output matrix is stored, because it is used then, whatever the flag says. The same flag in the object
     `transformer_layer_config` is the target's, and is not read.
 
     Args:
@@ -93,7 +93,7 @@ def ties_head(raw: Mapping[str, Any], names: Collection[str], drafted: int, targ
 
     Raises:
         CheckpointError: the flag is neither true nor false. Or the head drafts fewer ids than its embedding has rows,
-            so that an output matrix is missing.
+            and lacks the output matrix that it needs then.
     """
     if not flag(raw, "tie_word_embeddings") or "lm_head.weight" in names or "embed_tokens.weight" not in names:
         return False
@@ -133,7 +133,7 @@ def refuse_unknown(raw: Mapping[str, Any], own: str, known: Collection[str], typ
 
 
 def _value(raw: Mapping[str, Any], name: str) -> object:
-    """Returns the value of a setting. A name "a.b" stands for field b of the object a."""
+    """Returns the value of the setting `name` in a config. A name "a.b" stands for field b of the object a."""
     found: Any = raw
     for part in name.split("."):
         found = found[part]
@@ -141,7 +141,7 @@ def _value(raw: Mapping[str, Any], name: str) -> object:
 
 
 def ids_of(value: object, name: str) -> tuple[int, ...] | None:
-    """Checks a list of layer numbers from a config, and returns it as a tuple. None stays None.
+    """Checks a list of layer numbers from a config, and returns it as a tuple. Returns None if `value` is None.
 
     Args:
         value: value of the field.
@@ -165,12 +165,12 @@ def decoder_of(inner: Mapping[str, Any], names: Collection[str], vocab_size: int
     Args:
         inner: config of the layers, from `inner_config`.
         names: names of the stored tensors, converted by `plain_name`. They show which projections have a bias.
-        vocab_size: width of the head's logits.
+        vocab_size: number of ids for which the head has logits.
         target: sizes of the target, whose dtype and context length the head has.
 
     Raises:
         CheckpointError: a size is missing, or the config is not valid.
-        UnsupportedModel: a setting that changes the arithmetic and is not implemented.
+        UnsupportedModel: a setting that changes the arithmetic is not implemented.
     """
     from fastspec.models.config_classes import config_class
 

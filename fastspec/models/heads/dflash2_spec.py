@@ -1,4 +1,4 @@
-"""Specs of DFlash2 heads, made from their configs in the layouts of z-lab and of speculators."""
+"""Makes specs of DFlash2 heads from their configs in the layouts of z-lab and of speculators."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ MAX_SIZE: Final = 8192
 class DFlash2Spec(DFlashSpec):
     """Sizes and arithmetic of a DFlash2 head: a DFlash head with convolutions and a selector of candidate tokens.
 
-    A layer's attention and its MLP, here `part`, each have a convolution before and one after them. It runs over the
-    tokens of a block, i = 0, 1, ..:
+    There is a convolution before and one after each layer's attention and MLP, here called `part`. A convolution runs
+    over the tokens i = 0, 1, .. of a block:
 
         h = norm(x);  d = h Wkernel^T, as [2, taps, groups];  x = x + conv(part(conv(h, 0)), 1)
         conv(h, side)_i = sum over taps t <= i of (base[side, t] + d_i[side, t]) h_(i - t)
 
     `side` is 0 before a part and 1 after it. d has one value for each group of neighbouring elements of h.
 
-    The selector changes the logits u of draft j for its most probable ids c, the candidates. Their scores depend on
-    the token before the draft:
+    The selector changes the logits u of draft token j for its most probable ids c, the candidates. Their scores depend
+    on the token before the draft token:
 
         score(c) = u(c) + (P[token before] * norm(x_j) Wp^T) . S[c];  other ids have probability 0
 
-    The tokens of a step are selected one after the other. The publisher also has a search over several sequences of
-    drafts, which is not implemented.
+    The draft tokens of a step are selected one after the other. The publisher also has a search over several sequences
+    of draft tokens, which is not implemented.
 
     Attributes:
         taps: number of tokens that a convolution reads, its kernel size.
-        group: number of neighbouring elements of h that share a value of d.
-        rank: elements of a row of P and S.
-        candidates: number of candidates of each draft.
+        group: number of neighbouring elements of h that use the same value of d.
+        rank: number of elements of a row of P and S.
+        candidates: number of candidates of each draft token.
     """
 
     taps: int = 2

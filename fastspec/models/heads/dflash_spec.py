@@ -1,4 +1,4 @@
-"""Specs of DFlash heads (arXiv 2602.06036), made from their configs in the layouts of z-lab and of speculators."""
+"""Makes specs of DFlash heads (arXiv 2602.06036) from their configs in the layouts of z-lab and of speculators."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ KNOWN: Final = (
 class DFlashSpec(HeadSpec):
     """Sizes and arithmetic of a DFlash head. `DFlash` in passes.py has the forward passes.
 
-    A pass reads a block: the last token of the text, called the anchor, and mask tokens after it. `decoder` has the
-    attention window of each layer. In a layer with a window that is not causal, all tokens of a block use the window
-    of the block's first token.
+    A forward pass reads a block: the last token of the sequence, called the anchor, and mask tokens after it. `decoder`
+    has the attention window of each layer. In a layer that has a window and is not causal, all tokens of a block use
+    the window of the block's first token.
 
     Attributes:
         block_size: largest number of tokens of a block.
-        mask_id: token id whose embedding is used for masks.
+        mask_id: id of the mask token.
         causal: for each layer, True if a token of the block attends only to itself and earlier tokens. False: it
             attends to the whole block.
         sample_from_anchor: True if every token of the block predicts the token at the next position. False: every mask
             predicts the token at its own position, and the anchor predicts none.
-        sinks: True if every query head has an attention sink: a further score in the softmax, with a value of zero.
-        value_scale: factor on the values of attention.
-        embed_scale: factor on embeddings.
-        mask_file: file with the embedding vector of masks. None: row `mask_id` of the embedding is used.
+        sinks: True if every query head has an attention sink: a further score in the softmax, whose value vector is 0.
+        value_scale: factor by which V is multiplied.
+        embed_scale: factor by which embeddings are multiplied.
+        mask_file: file with the embedding of the mask token. None: row `mask_id` of the embedding matrix is used.
     """
 
     block_size: int = DEFAULT_BLOCK
@@ -75,18 +75,18 @@ class DFlashSpec(HeadSpec):
 
     @property
     def max_drafts(self) -> int:
-        """Largest number of drafts of one pass."""
+        """Largest number of draft tokens of one forward pass."""
         return self.block_size - (not self.sample_from_anchor)
 
     def rows(self, k: int) -> int:
-        """Returns the number of tokens in the block of a pass that makes k drafts."""
+        """Returns the number of tokens in the block of a forward pass that makes k draft tokens."""
         return k + (not self.sample_from_anchor)
 
     @property
     def joined(self) -> Mapping[str, tuple[str, ...]]:
         """Tensors that are concatenated when they are loaded: k and v projections of all layers, and all sinks.
 
-        The joined projections make K and V of accepted tokens in one product, see `DFlash.store_context`.
+        The joined projections compute K and V of accepted tokens in one product; see `DFlash.store_context`.
         """
         projections = [f"layers.{layer}.self_attn.{which}_proj" for layer in range(self.num_layers) for which in "kv"]
         found = {"context.weight": tuple(f"{each}.weight" for each in projections)}
@@ -95,9 +95,9 @@ class DFlashSpec(HeadSpec):
         return found | ({"sinks": tuple(map(SINKS.format, range(self.num_layers)))} if self.sinks else {})
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the draft head's own weights in `dtype`.
+        """Returns the number of bytes of the draft head's own weights in `dtype`.
 
-        The k and v projections count twice, because they are in a layer's weights and in the joined matrix.
+        The k and v projections count twice, because they are both in the layers' weights and in the joined matrix.
         """
         twice = [part for name, parts in self.joined.items() if name != "sinks" for part in parts]
         again = sum(math.prod(self.tensors[part]) for part in twice)
@@ -122,7 +122,7 @@ def dflash_spec(
         target: sizes of the target.
         feature_layers: boundaries of the target whose hidden states the head reads, if the user chose them. Boundary b
             is the hidden state after b layers. None: those in the config.
-        where: path of the config, for messages. Its directory may also have a file with the embedding of masks.
+        where: path of the config, for messages. A file with the embedding of the mask token may lie beside it.
 
     Raises:
         CheckpointError: config and tensors do not match, or the head was made for another target.
@@ -171,7 +171,7 @@ def dflash_spec(
 
 @dataclass(frozen=True, slots=True)
 class BlockSettings:
-    """Settings of a DFlash head or a relative. Each is looked up in the object `dflash_config`, then in the config.
+    """Settings of a DFlash head or a relative. They are looked up in the object `dflash_config`, then in the config.
 
     Attributes:
         own: the object `dflash_config` of the config.
@@ -185,14 +185,14 @@ class BlockSettings:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], where: Path, kind: str = "DFlash") -> BlockSettings:
-        """Makes the settings from the content of a `config.json`. Errors name its path `where`."""
+        """Makes the settings from `raw`, the content of a `config.json`. `where` is its path, for messages."""
         own = raw.get("dflash_config")
         if own is not None and not isinstance(own, Mapping):
             raise CheckpointError(f"{where}: dflash_config is {type(own).__name__}, wanted an object")
         return cls(own or {}, raw, kind)
 
     def get(self, name: str, default: object = None) -> Any:
-        """Returns the value of a setting. The default if it is missing or null."""
+        """Returns the value of a setting. Returns `default` if it is missing or null."""
         found = self.own.get(name)
         found = self.raw.get(name) if found is None else found
         return default if found is None else found
@@ -202,18 +202,21 @@ class BlockSettings:
         raise UnsupportedModel(f"{name}={self.get(name)!r} of a {self.kind} head is not supported, wanted {wanted}")
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """Returns the setting `name`, true or false. The default if it is missing. Refuses other values."""
+        """Returns the setting `name`, true or false. Returns `default` if it is missing. Refuses other values."""
         return flag({name: self.get(name)}, name, default)
 
     def number(self, name: str) -> float:
-        """Returns the setting `name`, a positive number. 1 if it is missing. Refuses other values."""
+        """Returns the setting `name`, a positive number. Returns 1 if it is missing. Refuses other values."""
         value = self.get(name, 1.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**31:
             self.refuse(name, "a positive number")
         return float(value)
 
     def whole(self, name: str, minimum: int, maximum: int, default: int | None = None) -> int:
-        """Returns the setting `name`, a whole number from `minimum` to `maximum`. Refuses other values."""
+        """Returns the setting `name`, a whole number from `minimum` to `maximum`. Refuses other values.
+
+        If the setting is missing, `default` is its value.
+        """
         value = self.get(name, default)
         if type(value) is not int or not minimum <= value <= maximum:
             self.refuse(name, f"a whole number from {minimum} to {maximum}")
@@ -221,10 +224,10 @@ class BlockSettings:
 
 
 def _readings(settings: BlockSettings, target: TargetSizes, asked: Sequence[int] | None) -> tuple[Reading, ...]:
-    """Returns the boundaries of the target that the draft head reads, as the only entry of a tuple.
+    """Returns the boundaries of the target whose hidden states the draft head reads, as the only entry of a tuple.
 
-    There is one possible meaning, because all engines agree. Numbers in z-lab's configs are layers whose output is
-    read. Numbers in speculators' configs are boundaries.
+    There is only one entry, because all engines read these configs alike. Numbers in z-lab's configs are indices of
+    layers whose output is read. Numbers in speculators' configs are boundaries.
 
     Args:
         settings: settings of the head.
@@ -247,13 +250,13 @@ def _scales(settings: BlockSettings, logit_scale: float) -> ModelScales:
 
 
 def _mask_id(settings: BlockSettings, vocab: int) -> int:
-    """Returns the token id of masks. The setting has several possible names. The first found is used, as in vLLM."""
+    """Returns the id of the mask token. The setting has several possible names. The first found is used, as in vLLM."""
     name = next((name for name in MASK_NAMES if settings.get(name) is not None), MASK_NAMES[0])
     return settings.whole(name, 0, vocab - 1)
 
 
 def _mask_file(directory: Path) -> Path | None:
-    """Returns the file in a draft head's directory that has the embedding of masks. None if there is no such file.
+    """Returns the file with the embedding of the mask token in a draft head's directory. None if there is no such file.
 
     Raises:
         CheckpointError: the file is pickled. The message has the command that converts it.
@@ -276,8 +279,8 @@ def _attention(
 ) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Returns the attention windows of all layers, and for each layer True if it is causal, as two tuples.
 
-    A layer that `layer_types` calls sliding has a window and is causal. Others have no window and are not causal. If
-    none is sliding, the setting `use_swa` gives every layer a window.
+    A layer that `layer_types` calls sliding has a window and is causal. Other layers have no window and are not causal.
+    If no layer is sliding, the setting `use_swa` gives every layer a window.
 
     In speculators' layout, `sliding_window_non_causal` makes all layers non-causal. If the config has `causal` or
     `is_causal`, this setting decides for all layers instead. In speculators' layout, a layer with a window that is not
@@ -318,7 +321,8 @@ def _check_shared(decoder: ModelSpec, target: TargetSizes, *, own_embed: bool, o
     Args:
         decoder: spec of the head's layers.
         target: sizes of the target.
-        own_embed, own_head: True if the head has the embedding, or the output matrix.
+        own_embed: True if the head has its own embedding.
+        own_head: True if the head has its own output matrix.
     """
     hidden, vocab = decoder.hidden_size, decoder.vocab_size
     if hidden != target.hidden_size and not (own_embed and own_head):

@@ -1,4 +1,4 @@
-"""Specs of DSpark heads, made from their configs in the layouts of DeepSpec and of speculators."""
+"""Makes specs of DSpark heads from their configs in the layouts of DeepSpec and of speculators."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _OWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class DSparkSpec(DFlashSpec):
-    """Sizes and arithmetic of a DSpark head: a DFlash head whose drafts also depend on the token before each draft.
+    """Sizes and arithmetic of a DSpark head: a DFlash head in which a draft token also depends on the token before it.
 
-        logits of draft j = scale * (norm(x_j) Whead^T + W2 W1[token before draft j])
+        logits of draft token j = scale * (norm(x_j) Whead^T + W2 W1[token before it])
 
     W1 has a row for each id of the target, W2 for each id of the head. The tensors of the confidence head, which
     estimates the probability of acceptance, are not read.
 
     Attributes:
-        rank: elements of a row of W1 and W2.
+        rank: number of elements of a row of W1 and W2.
     """
 
     rank: int = 256
@@ -47,7 +47,10 @@ class DSparkSpec(DFlashSpec):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Names of tensors that are not read: the confidence head, and `mask_embedding`, for which a token is used."""
+        """Names of tensors that are not read: those of the confidence head, and `mask_embedding`.
+
+        The embedding of the token `mask_id` is used instead of `mask_embedding`.
+        """
         return ("confidence_head.proj.weight", "confidence_head.proj.bias", "mask_embedding")
 
 

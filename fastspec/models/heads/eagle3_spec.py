@@ -1,4 +1,4 @@
-"""Specs of EAGLE-3 heads (arXiv 2503.01840) and P-EAGLE heads, from configs in the layouts of EAGLE and speculators."""
+"""Makes specs of EAGLE-3 heads (arXiv 2503.01840) and P-EAGLE heads from configs of EAGLE and of speculators."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _KNOWN: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Spec(HeadSpec):
-    """Sizes and arithmetic of an EAGLE-3 head. Brackets have the variants, each with the flag that turns it on.
+    """Sizes and arithmetic of an EAGLE-3 head. Variants are in brackets, with the flags that turn them on.
 
         a = the target's hidden states at one position, concatenated
         a = norm(a) [with norm_before_fc], or each hidden state has its own norm [with fc_norm]
-        g = a Wfc [+ bias] [without fc: a];  at a drafted position g is `feature` of the previous pass
+        g = a Wfc [+ bias] [without fc: a];  at a draft token's position g is `feature` of the previous pass
         e = norm(embedding of the next token), h = norm(g)
         r = g [h with norm_before_residual]
         x = r + attention([e h]);  x = x + mlp(norm(x)); then ordinary layers, if there are more
@@ -59,31 +59,32 @@ class Eagle3Spec(HeadSpec):
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is stored for each row between steps: the result of `Eagle3.absorb` at the newest position.
+        """Shape of the tensor that is stored for each row between steps.
 
-        The pass for the first draft continues from it.
+        It is the result of `Eagle3.absorb` at the newest position. The pass for the first draft token starts from it.
         """
         return (self.attention_inputs,)
 
 
 @dataclass(frozen=True, slots=True)
 class PEagleSpec(Eagle3Spec):
-    """Sizes and arithmetic of a P-EAGLE head: an EAGLE-3 head that makes all drafts of a step in one pass.
+    """Sizes and arithmetic of a P-EAGLE head: an EAGLE-3 head that makes all draft tokens of a step in one pass.
 
-    In a row with n tokens, position n - 2 makes draft 0, as in EAGLE-3. Positions n - 1, n, .. make the other drafts in
-    the same pass. Their token is a mask, and the tensor `mask_hidden` replaces the target's hidden states:
+    In a row with n tokens, position n - 2 gives draft token 0, as in EAGLE-3. Positions n - 1, n, .. give the other
+    draft tokens in the same pass. The inputs at these positions are the mask token, and the tensor `mask_hidden`
+    instead of the target's hidden states:
 
         e = norm(embedding of the mask), g = mask_hidden Wfc      other formulas are those of `Eagle3Spec`
 
     Attributes:
-        mask_id: token id whose embedding is used for masks.
+        mask_id: id of the mask token.
     """
 
     mask_id: int = 0
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Shape of what is stored for each row between steps: g at the newest position, the input of the next pass."""
+        """Shape of the tensor stored for each row between steps: g at the newest position, read by the next pass."""
         return (self.hidden_size,)
 
 
@@ -152,7 +153,7 @@ def eagle3_spec(
 
 
 def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) -> dict[str, bool]:
-    """Returns the flags of `Eagle3Spec` that are found in a draft head's config or follow from its tensors.
+    """Returns the flags of `Eagle3Spec` from a draft head's config and the names of its tensors.
 
     A missing flag is false, as in the engine for which the layout was made. `norm_before_residual` is a flag of
     speculators and of vLLM. SGLang has no such flag, and its arithmetic is that for false.
@@ -246,7 +247,7 @@ def _readings(
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses a draft head that lacks its embedding or output matrix, if the target's matrix does not fit it."""
+    """Refuses a draft head that lacks its embedding or output matrix, if the target's matrix has another shape."""
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(

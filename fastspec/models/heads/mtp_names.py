@@ -50,7 +50,7 @@ class StoredMtp:
     """MTP layers that a checkpoint contains in addition to its model.
 
     Attributes:
-        layout: publisher whose tensor names are used: "mtp" is Qwen, "nextn" is DeepSeek and GLM, "mimo" is MiMo,
+        layout: publisher whose names the tensors have: "mtp" is Qwen, "nextn" is DeepSeek and GLM, "mimo" is MiMo,
             "mimo-v2" is MiMo-V2, "nemotron" is Nemotron.
         depth: number of MTP layers.
         names: name of a tensor in this package -> its stored name, for all MTP layers. The first layer has the names
@@ -76,11 +76,11 @@ class StoredMtp:
 
 
 def part_name(module: str, index: int) -> str:
-    """Returns the name in this package of a module of MTP layer `index`, such as fc, outside of its decoder layer.
+    """Returns this package's name of a module of MTP layer `index`, such as fc, outside of its decoder layer.
 
     Args:
-        module: name of the module in the first layer.
-        index: number of the MTP layer.
+        module: name of the module in the first MTP layer.
+        index: index of the MTP layer, from 0.
     """
     return f"{module}.{index}" if index else module
 
@@ -90,7 +90,7 @@ def find_mtp(stored: Collection[str], layers: int) -> StoredMtp | None:
 
     Args:
         stored: stored names of the checkpoint's tensors.
-        layers: number of layers of the model. In DeepSeek's layout layers with higher numbers are MTP layers.
+        layers: number of layers of the model. In DeepSeek's layout, layers from this index on are MTP layers.
     """
     plain = {name: _unwrapped(name) for name in stored}
     for layout in _PLACES:
@@ -116,8 +116,8 @@ def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | 
         layers: number of layers of the model.
 
     Returns:
-        (number of the MTP layer, name of the module as in `StoredMtp.names`, name of the parameter). None if it is not
-        a tensor of an MTP layer.
+        (index of the MTP layer, name of the module as in `StoredMtp.names`, name of the parameter). None if the tensor
+        does not belong to an MTP layer.
     """
     match = _PLACES[layout].fullmatch(text)
     if match is None:
@@ -135,13 +135,13 @@ def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | 
 
 
 def _of_nemotron(second: int, module: str) -> str:
-    """Returns the package's name of a module in one of the two layers that Nemotron stores for an MTP layer.
+    """Returns this package's name of a module in one of the two layers that Nemotron stores for an MTP layer.
 
     A module that does not belong in this stored layer gets a name with "other.", so that it is found to be unknown.
 
     Args:
         second: 0 for the first stored layer, with attention. 1 for the second, with experts.
-        module: stored name of the module, without its layer.
+        module: stored name of the module, without the prefix of its layer.
     """
     if module in _ENDS:
         return _ENDS[module]
@@ -164,7 +164,7 @@ def _stored(layout: MtpLayout, found: Mapping[str, tuple[int, str, str]]) -> Sto
 
 
 def _of_layer(module: str, index: int) -> str:
-    """Returns the name in this package of a module of MTP layer `index`, from its name in the first layer."""
+    """Returns this package's name of a module of MTP layer `index`, from its name in the first MTP layer."""
     if module.startswith(LAYER):
         return f"model.layers.{index}.{module.removeprefix(LAYER)}"
     return part_name(module, index)

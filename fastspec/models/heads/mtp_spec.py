@@ -51,8 +51,8 @@ class MtpSpec(HeadSpec):
         x = norm(layer(x))                 a decoder layer, and the final norm of MTP layer j
         logits = x Whead^T                 for token i + 2 + j
 
-    Layer j makes draft j. If a step has more drafts than layers, the last layer makes the further ones, each one
-    position later. There s is the last x of the same layer at the position before.
+    Layer j makes draft token j. If a step has more draft tokens than layers, the last layer makes the further ones,
+    each one position later. There s is the last x of the same layer at the position before.
 
     The decoder layer has the sizes and the arithmetic of the target's last layer with full attention. If there is none,
     the last layer with a sliding window is used. In Nemotron's layout it also has the experts of the target's last
@@ -72,7 +72,7 @@ class MtpSpec(HeadSpec):
         """Shape of the tensor that is stored for each row between steps.
 
         With one MTP layer it is the result of `Mtp.absorb` at the newest position. The pass for the first draft
-        continues from it. With several layers it has the target's hidden states at the `computed_again` newest
+        token continues from it. With several layers it has the target's hidden states at the `computed_again` newest
         positions.
         """
         return (self.computed_again, 1, self.hidden_size) if self.num_layers > 1 else (self.attention_inputs,)
@@ -81,13 +81,13 @@ class MtpSpec(HeadSpec):
     def computed_again(self) -> int:
         """Number of a row's newest positions whose K and V the next step computes again; see `Proposer`.
 
-        Layer j reads token i + 1 + j at position i. At the newest positions this token is a draft, which may be
-        refused.
+        Layer j reads token i + 1 + j at position i. At the newest positions this is a draft token, which the target may
+        reject.
         """
         return self.num_layers - 1
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the MTP layers' own weights, with matrices in `dtype`. Norms may be in fp32."""
+        """Returns the number of bytes of the MTP layers' own weights. Matrices have `dtype`, norms may have fp32."""
         sizes = {2: dtype.itemsize, 1: self.decoder.norm_dtype(dtype).itemsize}
         return sum(sizes.get(len(shape), dtype.itemsize) * math.prod(shape) for shape in self.tensors.values())
 
@@ -95,7 +95,7 @@ class MtpSpec(HeadSpec):
 def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
     """Returns the tensors of the MTP layers that `resolve_mtp` found, by the package's names in `StoredMtp.names`.
 
-    With a reduced vocabulary they include chosen rows of the target's output matrix.
+    With `draft_vocab` they include the chosen rows of the target's output matrix.
     """
     target, spec = checkpoint.source, checkpoint.spec
     assert target is not None, "layers lie in their target's checkpoint"
@@ -141,8 +141,8 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
     Raises:
         CheckpointError: the directory has no MTP layer.
-        UnsupportedModel: the target runs as transformers' module or has latent attention, or an MTP layer has experts
-            and the target has none.
+        UnsupportedModel: the target is run by transformers' own module or has latent attention, or an MTP layer has
+            experts and the target has none.
     """
     if target.spec.hosting:
         raise UnsupportedModel(
@@ -191,7 +191,7 @@ def _plan(model: ModelSpec) -> LayerPlan:
 
 
 def _with_experts(model: ModelSpec, plan: LayerPlan) -> LayerPlan:
-    """Returns `plan`, the plan of a layer with attention only, with the experts of the model's last layer with experts.
+    """Adds the experts of the model's last layer with experts to `plan`, the plan of a layer with attention only.
 
     Raises:
         UnsupportedModel: the layer has an MLP already, or the model has no experts.

@@ -1,6 +1,6 @@
-"""Forward passes of learned drafters: EAGLE-3, MTP, DFlash and their relatives.
+"""Runs the forward passes of learned drafters: EAGLE-3, MTP, DFlash and their relatives.
 
-Each is a decoder whose input is made from the target's hidden states.
+Each drafter is a decoder whose input is made from the target's hidden states.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Lender(Protocol):
         Args:
             x, tiling, norm: see `head_logits`.
             limit: ids from here on are not considered.
-            out: the results.
-            work: scratch memory from `Ops.workspace`. A `HostedModel` needs none.
+            out: int64 [R], receives the ids.
+            work: scratch memory from `Ops.workspace`. None for a `HostedModel`.
         """
 
 
@@ -97,11 +97,11 @@ class HeadDecoder(Decoder):
             super().head_argmax(x, limit, tiling, out, **options)
 
     def _resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Runs the last layer from its attention on. Returns the residual stream after it, [B, Q, hidden].
+        """Runs the last layer, beginning with its attention. Returns the residual stream after it, [B, Q, hidden].
 
         Args:
             made: [B, Q, attention_inputs], the layer's residual stream, q, k and v, concatenated.
-            rows: positions of `made`.
+            rows: positions of the tokens in `made`.
         """
         hidden = self.spec.hidden_size
         x, qkv = made[..., :hidden].contiguous(), made[..., hidden:].contiguous()
@@ -111,13 +111,13 @@ class HeadDecoder(Decoder):
         """Writes keys and values of tokens to a layer's KV cache. Keys are normed and rotated (RoPE) first.
 
         Args:
-            index: number of the layer.
-            heads: [B, Q, elements], the heads of q, k and v of each token. With `num_heads` 0 only those of k and v.
+            index: index of the layer.
+            heads: [B, Q, elements], the heads of q, k and v of each token. If `num_heads` is 0, only those of k and v.
             rows: positions and write mask of the tokens.
             num_heads: number of query heads in `heads`.
 
         Returns:
-            The queries, normed and rotated, if there are any.
+            The queries, normed and rotated. Empty if `num_heads` is 0.
         """
         keys, values = self.cache.keys[index], self.cache.values[index]
         where = keys, values, rows.block_table, rows.positions, rows.write_mask
@@ -128,8 +128,8 @@ class HeadDecoder(Decoder):
 class Eagle3(HeadDecoder):
     """EAGLE-3 head (arXiv 2503.01840): its weights, KV cache and forward passes. `Eagle3Spec` has the formulas.
 
-    The input at position i is the target's hidden state at i, and the token at i + 1. So `rows.ids` of every pass are
-    the tokens one position later. The head's KV cache is one position shorter than the target's.
+    The input at position i is the target's hidden state at i, and the token at i + 1. So `rows.ids` of every
+    pass are the tokens one position later. The head's KV cache is one position shorter than the target's.
 
     Args:
         spec: sizes and arithmetic of the head.
@@ -196,7 +196,7 @@ class Eagle3(HeadDecoder):
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Completes a pass that `absorb` began. Returns the result of `drafted`, [B, Q, hidden].
+        """Completes a pass that `absorb` began. Returns what `drafted` would return, [B, Q, hidden].
 
         Args:
             made: [B, Q, attention_inputs], the result of `absorb` for these positions.
@@ -207,8 +207,8 @@ class Eagle3(HeadDecoder):
     def feature(self, x: Tensor) -> Tensor:
         """Returns the hidden states g [B, Q, hidden] that `drafted` reads at the next position.
 
-        At positions of drafts there are no hidden states of the target. The head's own output x of `drafted` replaces
-        them.
+        At positions of draft tokens there are no hidden states of the target. The head's own output x of `drafted`
+        replaces them.
         """
         return self.ops.norm(x, self.weights.norm, self.spec.rms_eps) if self.head.norm_output else x
 
@@ -242,11 +242,11 @@ class PEagle(Eagle3):
         self.head: PEagleSpec = spec
 
     def block(self, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Makes the hidden states for all drafts of a step in one pass. Returns the residual stream [B, Q, hidden].
+        """Runs one pass for all draft tokens of a step. Returns the residual stream after all layers, [B, Q, hidden].
 
         Args:
-            g: [B, 1, hidden], from `condense`, for the first of the Q positions. Others get the tensor `mask_hidden`.
-            rows: Q positions of each row. The first id is the token one position later, and the others are masks.
+            g: [B, 1, hidden], from `condense`, for the first of the Q positions. The other positions use `mask_hidden`.
+            rows: Q positions of each row. The first id is the token one position later. The other ids are mask tokens.
         """
         read = (1, 1, self.head.feature_layers, self.head.target.hidden_size)
         masked = self.condense(_there(self._own.vector(MASK_HIDDEN)).view(read), rows.tiling)
@@ -258,7 +258,7 @@ class MtpPart(NamedTuple):
     """Weights of an MTP layer outside of its decoder layer.
 
     Attributes:
-        fc: [hidden, 2 hidden], which joins embedding and hidden state.
+        fc: [hidden, 2 hidden], the matrix that joins embedding and hidden state.
         embed_norm, hidden_norm: norms of the embedding and of the hidden state, before `fc`.
         norm: norm after the decoder layer.
     """
@@ -293,7 +293,7 @@ class Mtp(HeadDecoder):
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
         """Removes the axis of layers from the target's hidden states: [B, Q, 1, hidden] becomes g [B, Q, hidden].
 
-        `tiling` is not used. `Eagle3.condense` has a product here.
+        `tiling` is not used. `Eagle3.condense` needs it for a product.
         """
         return features[:, :, 0]
 
@@ -306,14 +306,16 @@ class Mtp(HeadDecoder):
             g: [B, Q, hidden], the hidden states from `condense` or `feature`. For a layer after the first, the result
                 of `drafted` for the layer before.
             rows: positions of g. Their ids are the tokens 1 + index positions later.
-            index: number of the layer.
+            index: index of the MTP layer.
         """
         x, qkv = self._entered(index, g, rows)
         attended = self._attend(index, self.weights.layers[index], qkv, rows)
         return self._tail(index, attended, x, rows.tiling)
 
     def absorb(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
-        """Writes K and V of MTP layer `index` to the cache. Skips the MLP, and attention where an op can store K and V.
+        """Writes K and V of MTP layer `index` to the cache. Skips the MLP.
+
+        Also skips attention if an op can store K and V without it.
 
         Args:
             g, rows, index: see `drafted`.
@@ -329,7 +331,7 @@ class Mtp(HeadDecoder):
         return torch.cat((x, qkv), dim=-1)
 
     def resumed(self, made: Tensor, rows: ForwardBatch) -> Tensor:
-        """Completes a pass that `absorb` began for the last layer. Returns the result of `drafted`, [B, Q, hidden].
+        """Completes a pass that `absorb` began for the last layer. Returns what `drafted` would return, [B, Q, hidden].
 
         Args:
             made, rows: see `Eagle3.resumed`.
@@ -341,14 +343,14 @@ class Mtp(HeadDecoder):
         return x
 
     def _entered(self, index: int, g: Tensor, rows: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Computes the input of a decoder layer, [B, Q, hidden], and the layer's q, k and v."""
+        """Returns the input of decoder layer `index`, [B, Q, hidden], and the layer's q, k and v."""
         x = self._joint(index, g, rows)
         qkv = self._qkv(index, x, rows.tiling)
         assert qkv is not None, "the layers of a head attend"
         return x, qkv
 
     def _joint(self, index: int, g: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes the input of a decoder layer [B, Q, hidden]: embeddings and hidden states g, multiplied by `fc`."""
+        """Multiplies embeddings and hidden states g by `fc`. Returns the decoder layer's input, [B, Q, hidden]."""
         plan, part, eps = self.spec.plans[index], self._parts[index], self.spec.rms_eps
         norms, first = (part.embed_norm, part.hidden_norm), self.head.hidden_first
         if self._embed_scale == 1.0 and plan.norm != "layer":
@@ -371,7 +373,7 @@ class Mtp(HeadDecoder):
         """Completes an MTP layer after its attention: output projection, MLP and final norm. Returns [B, Q, hidden].
 
         Args:
-            index: number of the layer.
+            index: index of the MTP layer.
             attended: result of the layer's attention.
             x: residual stream before the layer.
             tiling: tile sizes of the products.
@@ -380,16 +382,16 @@ class Mtp(HeadDecoder):
         return self._norm(self.spec.plans[index], x, self._parts[index].norm)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """Computes logits without the final norm, which `drafted` has already applied."""
+        """Returns the logits of hidden states. Leaves out the final norm, which `drafted` has already applied."""
         return self.head_logits(hidden, tiling)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes the argmax of the logits without the final norm, which `drafted` has already applied."""
+        """Writes the argmax of the logits to `out`. Leaves out the final norm, which `drafted` has already applied."""
         self.head_argmax(hidden, limit, tiling, out, work=self._work)
 
 
 def _mtp_part(weights: HeadWeights, index: int) -> MtpPart:
-    """Returns the weights of MTP layer `index` outside of its decoder layer. Layer 0 ends with `decoder.norm`."""
+    """Returns the weights of MTP layer `index` outside of its decoder layer. `norm` of layer 0 is `decoder.norm`."""
     fc, *norms = (f"{part_name(name, index)}.weight" for name in (FC, EMBED_NORM, HIDDEN_NORM, NORM))
     found = [weights.vector(name) for name in norms[:2]]
     last = weights.vector(norms[2]) if index else weights.decoder.norm
@@ -412,8 +414,8 @@ class DFlash(HeadDecoder):
 
     All tokens of a block attend to each other, but `Ops.attend` only reads keys at or before a query's position. So
     the keys of the block are stored first, in the pages after the context. Queries and keys are rotated by their own
-    positions. Then attention runs as if all queries were at the block's last position. Only this pass uses these keys.
-    A later pass overwrites them, either with its own block or by `store_context`.
+    positions. Then attention runs as if all queries were at the block's last position. Only this pass uses the keys of
+    the block. A later pass overwrites them, either with its own block or by `store_context`.
 
     Args:
         spec: sizes and arithmetic of the head.
@@ -423,7 +425,7 @@ class DFlash(HeadDecoder):
         max_positions: largest number of positions of a row, including its last block.
         batch: largest number of rows of a pass.
         max_queries: largest number of tokens of each row in a step.
-        mask: [hidden], the embedding of masks. None: row `mask_id` of the embedding is used.
+        mask: [hidden], the embedding of the mask token. None: row `mask_id` of the embedding matrix is used.
     """
 
     def __init__(
@@ -448,12 +450,12 @@ class DFlash(HeadDecoder):
         self._context_bias, self._sinks = weights.vector("context.bias"), weights.vector("sinks")
 
     def store_context(self, features: Tensor, rows: ForwardBatch) -> None:
-        """Writes K and V of accepted tokens to the KV cache of all layers. They come from the target's hidden states.
+        """Writes K and V of accepted tokens to the KV cache of all layers. They are computed from `features`.
 
-        One product makes K and V of all layers.
+        One product computes K and V of all layers.
 
         Args:
-            features: [B, Q, n, target's hidden], the target's hidden states at these tokens, of n layers.
+            features: [B, Q, n, target's hidden], hidden states of n layers of the target at these tokens.
             rows: positions and write mask of the tokens. Ids are not read.
         """
         context = self.ops.linear(features.flatten(2), self._fc, None, rows.tiling)
@@ -463,7 +465,7 @@ class DFlash(HeadDecoder):
             self._store(index, kv, rows, num_heads=0)
 
     def block(self, rows: ForwardBatch) -> Tensor:
-        """Runs all layers for a block, which is a row's last token and masks after it. Returns [B, Q, hidden].
+        """Runs all layers for a block, which is a row's last token and mask tokens after it. Returns [B, Q, hidden].
 
         The result is the residual stream after the last layer. The block's keys stay in the cache until the next pass,
         at the positions after the context.
@@ -480,10 +482,10 @@ class DFlash(HeadDecoder):
         """Computes a layer's attention for the tokens of a block, before the output projection: [B, Q, H * D].
 
         Args:
-            index: number of the layer.
+            index: index of the layer.
             qkv: [B, Q, (H + 2 Hkv) * D], the layer's q, k and v.
             rows: positions of the tokens.
-            whole: the same tokens, from `_at_last`.
+            whole: the same tokens, all at the block's last position, from `_at_last`.
         """
         if self.head.causal[index]:
             rule, sinks = self.spec.plans[index].rule, self._sinks_of(index)
@@ -494,7 +496,7 @@ class DFlash(HeadDecoder):
         return attended if self.head.value_scale == 1.0 else attended * self.head.value_scale
 
     def _at_last(self, rows: ForwardBatch) -> ForwardBatch:
-        """Returns a block's tokens with the position of the last one for all, and with a write mask of False."""
+        """Returns a block's tokens, all with the position of the last one, and with a write mask of False."""
         last = rows.positions[:, -1:].expand_as(rows.positions).contiguous()
         return replace(rows, positions=last, write_mask=torch.zeros_like(rows.write_mask))
 
@@ -537,10 +539,10 @@ class DSpark(DFlash):
         self._after = _there(weights.matrix(dspark_spec.AFTER))
 
     def after(self, ids: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the term that depends on the token before a draft and is added to the draft's logits.
+        """Returns the term of a draft token's logits that depends on the token before it.
 
         Args:
-            ids: int64 [B, 1], the token before the draft.
+            ids: int64 [B, 1], the token before the draft token.
             tiling: tile sizes of the product.
 
         Returns:
@@ -569,7 +571,7 @@ class DFlash2(DFlash):
 
     @property
     def candidates(self) -> int:
-        """Number of the most probable ids of each draft that the selector scores again."""
+        """Number of the most probable ids of each draft token that the selector scores again."""
         return self._sizes.candidates
 
     @override
@@ -597,9 +599,9 @@ class DFlash2(DFlash):
         """Returns the selector's scores of candidate ids, which are added to their logits: fp32 [B, 1, n].
 
         Args:
-            projected: [B, 1, rank], one draft's part of the method `projected`'s result.
-            before: int64 [B, 1], the token before the draft.
-            candidates: int64 [B, n], ids of the target.
+            projected: [B, 1, rank], the part for one draft token of the result of the method `projected`.
+            before: int64 [B, 1], the token before the draft token.
+            candidates: int64 [B, n], the candidate ids, which are ids of the target.
         """
         context = self.ops.embed(self._before, before.contiguous()) * projected
         found = self.ops.embed(self._after, candidates.contiguous())
@@ -610,10 +612,10 @@ class DFlash2(DFlash):
         return False  # there are convolutions between the matrix products
 
     def _convolved(self, index: int, which: str, h: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
-        """Makes the convolution kernel of attention or MLP from its input h, and convolves h with it.
+        """Computes the convolution kernel of attention or MLP from its input h, and convolves h with the kernel.
 
         Args:
-            index: number of the layer.
+            index: index of the layer.
             which: name of the convolution: "attention_conv" or "mlp_conv".
             h: [B, Q, hidden], input of attention or MLP, normed.
             tiling: tile sizes of the product.
@@ -649,12 +651,12 @@ def _there(found: _T | None) -> _T:
 
 
 def mask_embedding(file: Path, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Reads the embedding of masks, [hidden], from a safetensors file with the tensor `mask_embedding`.
+    """Reads the embedding of the mask token, [hidden], from a safetensors file with the tensor `mask_embedding`.
 
     Args:
         file: path of the file.
-        hidden: number of elements that are wanted.
-        dtype, device: those of the result.
+        hidden: number of elements that the head needs.
+        dtype, device: dtype and device of the result.
 
     Raises:
         CheckpointError: the file is damaged, lacks the tensor, or the tensor has another size.

@@ -1,6 +1,6 @@
 """Finds a learned drafter and checks it against its target.
 
-It is a head in its own checkpoint, or the MTP layers in the target's checkpoint.
+The drafter is a head in its own checkpoint, or the MTP layers in the target's checkpoint.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ HeadFiles = tuple[Path, dict[str, Any], Recognised]
 
 @dataclass(frozen=True, slots=True)
 class DraftFiles:
-    """Local files of the user's `draft`, as far as `draft_files` looked for them.
+    """Local files of the user's `draft`, as `draft_files` found them.
 
     Attributes:
         head: directory, config and type of the draft head. None: the draft is not a head.
@@ -81,7 +81,7 @@ def draft_files(source: object, revision: str | None) -> DraftFiles:
 
     Args:
         source: the user's `draft`: a path, a Hub id, or any other object, which is not a head.
-        revision: revision of a Hub id, such as a branch or commit.
+        revision: branch, tag or commit of a Hub id. None: the default branch.
 
     Raises:
         CheckpointError: a head whose weights cannot be read, or a Hub id that could not be downloaded.
@@ -139,7 +139,7 @@ def resolve_head(
     feature_layers: Sequence[int] | None,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
-    """Makes the checkpoint of the draft head that `draft_files` has found, and checks it against its target.
+    """Makes the `HeadCheckpoint` of the draft head that `draft_files` has found, and checks it against its target.
 
     Allocates no memory for weights.
 
@@ -189,7 +189,7 @@ def _assistant(
 
 
 def _architectures(target: Checkpoint) -> tuple[str, ...]:
-    """Returns the class names of a target: that of the model, and that of the larger model whose text part it is."""
+    """Returns the class names of a target: the model's, and the larger model's if it is the text part of one."""
     spec = target.spec
     if isinstance(spec, HostedInfo):
         return tuple(filter(None, (spec.kind.__name__, spec.whole)))
@@ -201,9 +201,9 @@ def _with_vocab(head: HeadCheckpoint, own: HeadTensors, target: Checkpoint, voca
 
     Args:
         head: the head with its whole vocabulary.
-        own: its stored tensors.
+        own: stored tensors of the head.
         target: checkpoint of the target.
-        vocab: token ids of the target.
+        vocab: ids of the target that the head may draft.
 
     Raises:
         UnsupportedOption: the head cannot have a reduced vocabulary, or has one already.
@@ -233,7 +233,7 @@ def resolve_mtp(
     asked: object,
     vocab: Sequence[int] | None = None,
 ) -> HeadCheckpoint:
-    """Finds the MTP layers in a target's checkpoint, and makes a checkpoint of them. Allocates nothing.
+    """Finds the MTP layers in a target's checkpoint, and makes a `HeadCheckpoint` of them. Allocates nothing.
 
     Args:
         target: checkpoint of the target.
@@ -243,7 +243,7 @@ def resolve_mtp(
 
     Raises:
         CheckpointError: the checkpoint has no MTP layer, or some of their tensors are missing.
-        UnsupportedModel: the target runs as transformers' module, or has dense layers but an MTP layer with experts.
+        UnsupportedModel: the target is run by transformers' own module, or only its MTP layers have experts.
         UnsupportedOption: an option that an MTP layer does not support, or a live module as target.
         ValueError: `vocab` is empty, or has an id twice, or an id that the target does not have.
     """
@@ -278,9 +278,9 @@ def resolve_mtp(
 
 
 def _sample(target: Checkpoint, spec: HeadSpec) -> tuple[int, ...]:
-    """Returns token ids of a short text, with which the readings of a draft head's config are compared.
+    """Returns token ids of a short text, on which the possible meanings of a draft head's config are compared.
 
-    () if there is only one reading; see `HeadSpec.readings`.
+    Empty if there is only one meaning; see `HeadSpec.readings`.
     """
     if len(spec.readings) < 2:
         return ()

@@ -36,9 +36,9 @@ class WithSomeRows(WrappedSource):
 
     Args:
         own: tensors of the head.
-        places: name of each tensor with chosen rows -> location of the tensor that has all rows. Entries whose tensor
-            does not exist at its location are ignored, for example because it is quantised.
-        ids: int64 [n], the chosen rows.
+        places: name of each tensor with chosen rows -> location of the tensor that has all rows. An entry is ignored if
+            no tensor of this name is there, for example because it is quantised.
+        ids: int64 [n], indices of the chosen rows.
     """
 
     def __init__(self, own: TensorSource, places: Mapping[str, Place], ids: Tensor) -> None:
@@ -47,7 +47,7 @@ class WithSomeRows(WrappedSource):
         self._places = {name: place for name, place in places.items() if place[1] in place[0].infos()}
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns the properties of all tensors. Those with chosen rows have n rows."""
+        """Returns the properties of all tensors. A tensor with chosen rows has n rows."""
         found = dict(self._source.infos())
         for name, (source, stored) in self._places.items():
             whole = source.infos()[stored]
@@ -64,7 +64,7 @@ class WithSomeRows(WrappedSource):
             yield
 
     def read(self, name: str) -> Tensor:
-        """Returns the tensor `name`. Chosen rows are a copy."""
+        """Returns the tensor `name`. A tensor with chosen rows is a copy."""
         if name not in self._places:
             return super().read(name)
         source, stored = self._places[name]
@@ -95,7 +95,7 @@ def output_rows(target: Checkpoint) -> Place:
 
 
 def places_of(own: TensorSource, spec: HeadSpec, target: Checkpoint) -> dict[str, Place]:
-    """Returns the locations of the matrices with one row for each id that a draft head drafts, by name.
+    """Returns the locations of the matrices that have one row for each id that a draft head drafts, by name.
 
     Args:
         own: tensors of the head's checkpoint.
@@ -123,7 +123,7 @@ def with_vocab(spec: Spec, ids: Tensor) -> Spec:
 
     Args:
         spec: spec of the head.
-        ids: int64 [n], the target's ids that it drafts.
+        ids: int64 [n], the target's ids that the head may draft.
     """
     count = len(ids)
     tensors = {**spec.tensors, HEAD: (count, spec.hidden_size)}

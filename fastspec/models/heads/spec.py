@@ -88,7 +88,7 @@ _OLD_NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """Type of a draft head, and the layout of its checkpoint: who chose the names of its tensors and config fields."""
+    """Type of a draft head, and the layout of its checkpoint: the names of its tensors and config fields."""
 
     kind: HeadKind
     layout: Layout
@@ -108,9 +108,9 @@ def plain_name(stored: str) -> str:
 
 
 def says_head(raw: Mapping[str, Any]) -> bool:
-    """True if a model's config alone shows that it is a learned drafter. So no weights have to be downloaded for it.
+    """True if a model's config shows, without the weights, that the model is a learned drafter.
 
-    False for a head whose config looks like that of an ordinary model: `recognise` finds it by its tensors.
+    False for a head whose config looks like that of an ordinary model. `recognise` finds such a head by its tensors.
     """
     keys = {SPECULATORS, "speculators_config", "eagle_config", "draft_vocab_size", "dflash_config", "markov_rank"}
     keys |= {*_RELATIVES_BY_KEY}
@@ -179,16 +179,13 @@ def _refuse(what: str, instead: str = SUPPORTED) -> NoReturn:
 
 NORMED: Final = -1
 
-"""Stands in a reading for the hidden state after all layers and the final norm, which has no boundary number."""
+"""Entry of a reading for the hidden state after all layers and the final norm, which has no boundary number."""
 
 Reading = tuple[int, ...]
 
 
 def default_boundaries(layers: int) -> Reading:
-    """Returns the boundaries of a target with `layers` layers that EAGLE-3 reads if its config names none.
-
-    They are a low, a middle and a high one.
-    """
+    """Returns the boundaries of a target with `layers` layers that EAGLE-3 reads if its config names none."""
     return (2, layers // 2, layers - 3)
 
 
@@ -198,7 +195,7 @@ def asked_boundaries(asked: Sequence[int], layers: int, count: int | None) -> Re
     Args:
         asked: boundaries of the target; boundary b is the hidden state after b layers.
         layers: number of the target's layers.
-        count: number of hidden states per position that the draft head's tensors take. None: any number.
+        count: number of hidden states per position that the draft head reads. None: any number.
 
     Raises:
         ValueError: the target has no such boundary, or there are more or fewer than `count`.
@@ -222,14 +219,15 @@ def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[in
     Args:
         ids: layer numbers in the config.
         layers: number of the target's layers.
-        first: the engine for which the config was written adds this number to a layer number to get a boundary.
+        first: number that the engine for which the config was written adds to a layer number, to get a boundary.
         others: numbers that other engines add instead.
 
     Returns:
-        The different results that are boundaries of the target, the one for `first` before the others.
+        The possible meanings, without repetitions. Each has only boundaries that the target has. The meaning for
+        `first` comes first.
 
     Raises:
-        CheckpointError: the target has too few layers for every result.
+        CheckpointError: the target has too few layers for all meanings.
     """
     found = [tuple(each + shift for each in ids) for shift in (first, *others)]
     possible = [reading for reading in found if all(0 <= boundary <= layers for boundary in reading)]
@@ -243,7 +241,7 @@ def readings_of(ids: Sequence[int], layers: int, first: int, others: Sequence[in
 def as_layers(reading: Reading, layers: int) -> tuple[int, ...]:
     """Converts boundaries to the layer numbers of `Proposer.features`. `layers` is the number of the target's layers.
 
-    The embedding becomes -1, the output of a layer the index of the layer, and `NORMED` becomes `layers`.
+    The embedding becomes -1. The output of a layer becomes the index of the layer. `NORMED` becomes `layers`.
     """
     return tuple(layers if boundary == NORMED else boundary - 1 for boundary in reading)
 
@@ -259,6 +257,10 @@ class TargetSizes:
 
     Attributes:
         name: name of the target, for messages.
+        layers: number of its layers.
+        hidden_size, vocab_size: its hidden size and vocabulary size.
+        max_length: its context length.
+        dtype: dtype of its weights.
         embed_scale: factor by which the target multiplies its embeddings.
     """
 
@@ -279,14 +281,14 @@ class HeadSpec:
 
     Attributes:
         found: type and layout of the head.
-        decoder: spec of the head's layers. Its vocab_size is the width of the head's logits.
+        decoder: spec of the head's layers. Its vocab_size is the number of ids for which the head has logits.
         target: sizes of the target.
         readings: tuples of boundaries, one for each possible meaning of the head's config. A tuple names the hidden
             states of the target that the head reads. Boundary b is the residual stream after b layers, and `NORMED` is
             the stream after all layers and the final norm. The first tuple is the meaning in the engine for which the
             layout was made.
         tensors: shape of every tensor that is loaded, by its `plain_name`.
-        own_embed: True if the head's checkpoint has an embedding. False: the target's is used.
+        own_embed: True if the head's checkpoint has an embedding. False: the target's embedding is used.
         own_head: True if the head has an output matrix (LM head) besides its embedding.
         tied_head: True if the head's embedding is also its output matrix. Without `own_head` and `tied_head`, the
             target's output matrix is used.
@@ -329,9 +331,9 @@ class HeadSpec:
 
     @property
     def attention_inputs(self) -> int:
-        """Elements per position of the last layer's input: residual stream, q, k, v and output gates, concatenated.
+        """Number of elements per position that the last layer needs from its attention on.
 
-        The layer's attention and everything after it need nothing else.
+        They are the residual stream, q, k, v and output gates, concatenated.
         """
         gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
         return self.hidden_size + (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
@@ -343,7 +345,7 @@ class HeadSpec:
 
     @property
     def uses(self) -> Mapping[str, Use]:
-        """Use of each matrix that is not multiplied like a projection of a layer: name -> use."""
+        """Uses of the matrices that are not multiplied like a projection of a layer: name of the matrix -> use."""
         return {}
 
     @property
@@ -373,7 +375,7 @@ class HeadSpec:
 
     @property
     def vocab_size(self) -> int:
-        """Width of the draft head's logits. It may be less than the target's."""
+        """Number of ids for which the draft head has logits. It may be less than the target's vocabulary size."""
         return self.decoder.vocab_size
 
     @property
@@ -440,5 +442,5 @@ class HeadSpec:
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of the draft head's weights in `dtype`. Weights shared with the target are not counted."""
+        """Returns the number of bytes of the draft head's weights in `dtype`, without those shared with the target."""
         return dtype.itemsize * sum(math.prod(shape) for shape in self.tensors.values())

@@ -1,4 +1,4 @@
-"""New values for the weights of a learned drafter (head) that is in use. They replace the old ones in place."""
+"""Updates the weights of a learned drafter (head) that is in use. New values replace the old ones in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def checked_head_update(values: NewWeights, weights: PendingHead) -> WeightUpdat
 
     Args:
         values: a directory, a module, a state_dict, or pairs of a name and a tensor. Names are those of the head's
-            checkpoint. For MTP layers they are those of the target's checkpoint. Its other tensors are ignored.
+            checkpoint. For MTP layers, names are those of the target's checkpoint, and its other tensors are
+            ignored.
         weights: weights of the head.
 
     Raises:

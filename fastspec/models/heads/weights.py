@@ -32,7 +32,7 @@ class HeadWeights:
 
     Attributes:
         decoder: decoder layers, final norm, embedding and output matrix of the head. The last two may be the target's.
-        others: other tensors of the head by name. Matrices such as "fc.weight" are `Weight`s, norms and biases tensors.
+        others: name -> other tensor of the head. Matrices such as "fc.weight" are `Weight`s, norms and biases tensors.
     """
 
     decoder: DecoderWeights
@@ -71,14 +71,14 @@ def allocate_head(
 ) -> PendingHead:
     """Allocates the weights of a draft head in `dtype` on `device`.
 
-    If the head has no embedding or output matrix, the target's tensor is used, without a copy. The head's own matrices
-    are rounded to the format `checkpoint.rounded`, except the embedding. The output matrix is rounded to at least 8
+    If the head has no embedding or output matrix, the target's matrix is used, without a copy. The head's own matrices
+    are quantised to the format `checkpoint.rounded`, except the embedding. The output matrix is quantised to at least 8
     bits, as in a draft model.
 
     Args:
         checkpoint: the head, from `resolve_head` or `resolve_mtp`.
         target: weights of the target.
-        dtype, device: those of the target.
+        dtype, device: dtype and device of the target.
         ops: ops that will read the weights.
         progress: True to show a progress bar.
 
@@ -100,7 +100,7 @@ def allocate_head(
 
 
 def head_bytes(checkpoint: HeadCheckpoint, dtype: torch.dtype, device: torch.device, ops: Ops) -> int:
-    """Returns the bytes that a draft head's own weights need on a device. Allocates nothing and reads no values.
+    """Returns the number of bytes of a draft head's own weights on a device. Allocates nothing and reads no values.
 
     If the head drafts only some of the target's ids, the tables that map its ids are included.
 

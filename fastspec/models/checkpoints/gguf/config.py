@@ -1,7 +1,7 @@
 """Makes the config of a model from the metadata of a GGUF file.
 
-Keys of the metadata have the names of llama.cpp, and fields of the config those of transformers. Some properties of an
-architecture are in the code of llama.cpp, but not in the file. The table `GGUF_ARCHS` has them.
+Keys of the metadata have llama.cpp's names. Fields of the config have transformers' names. Some properties of an
+architecture are in the code of llama.cpp, but not in the file. The table `GGUF_ARCHS` has these properties.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class GgufArch:
 
     Attributes:
         model_type: `model_type` of the config in transformers.
-        permuted: True if rows of q and k are stored so that RoPE rotates neighbouring elements together.
+        permuted: True if rows of the q and k projections are stored in the order of a RoPE that rotates neighbouring
+            elements of a head together.
         plus_one: True if norms are stored as 1 + w.
         fields: further keys of the metadata -> fields of the config.
         constants: fields of the config that have the same value for all files.
@@ -97,7 +98,7 @@ class _Metadata:
     def get(self, key: str) -> MetadataValue | None:
         """Returns the value of a key of the architecture. None: the key is missing.
 
-        A list has a value for each layer. If all are equal, returns one of them.
+        The stored value may be a list with one value for each layer. All of them must be equal, and one is returned.
 
         Args:
             key: the key, without the architecture.
@@ -113,7 +114,7 @@ class _Metadata:
         return value[0]
 
     def number(self, key: str, default: float | None = None) -> float | None:
-        """Returns the value of a key, which must be a finite number. The default if the key is missing.
+        """Returns the value of a key, which must be a finite number. Returns `default` if the key is missing.
 
         Raises:
             CheckpointError: another value.
@@ -148,9 +149,9 @@ class _Metadata:
 
 
 def _gemma2(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config field from which the scale of queries follows, as in llama.cpp.
+    """Returns the config field for the scale of queries, with the value that llama.cpp uses.
 
-    It is hidden_size / heads for the models with 27B parameters, and head_dim for others.
+    The value is hidden_size / heads for the models with 27B parameters, and head_dim for others.
     """
     big = config["num_hidden_layers"] == (62 if metadata.arch == "gemma3" else 46)
     scale = config["hidden_size"] // config["num_attention_heads"] if big else config["head_dim"]
@@ -206,7 +207,7 @@ def _phi3(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moe(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks that all sizes of experts are there. Returns no further fields.
+    """Checks that the metadata has all sizes of experts. Returns an empty dict.
 
     Raises:
         CheckpointError: a size is missing.
@@ -366,19 +367,20 @@ def _rope(metadata: _Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -> dict[str, Any]:
-    """Finds the settings of Llama 3's RoPE scaling from which the stored factors follow.
+    """Returns the config fields for Llama 3's RoPE scaling that give the stored factors.
 
-    The file has a factor for each wavelength, and not the settings. low_freq_factor and high_freq_factor are 1 and 4
-    in all published models. The original context length is found by comparison.
+    The file does not have these settings. It has a factor for each rotated pair of elements, by which the wavelength of
+    the pair is multiplied. low_freq_factor and high_freq_factor are 1 and 4 in all published models. The original
+    context length is found by trial.
 
     Args:
         metadata: metadata of the file.
-        factors: stored factors, one for each rotated pair.
+        factors: the stored factors.
         theta: base of the frequencies.
         dim: elements of a head.
 
     Raises:
-        UnsupportedModel: the factors follow from no such settings.
+        UnsupportedModel: no such settings give the factors.
     """
     factor = max(factors, default=1.0)
     context = metadata.get("context_length")
@@ -400,11 +402,11 @@ def _llama3(metadata: _Metadata, factors: list[float], theta: float, dim: int) -
 
 
 def _llama3_factor(inverse: float, factor: float, original: int) -> float:
-    """Returns the factor by which Llama 3's RoPE scaling stretches one wavelength.
+    """Returns the factor by which Llama 3's RoPE scaling multiplies one wavelength.
 
     Args:
         inverse: the wavelength divided by 2 pi.
-        factor: largest factor.
+        factor: the largest factor, by which long wavelengths are multiplied.
         original: context length before scaling.
     """
     length = 2 * math.pi * inverse

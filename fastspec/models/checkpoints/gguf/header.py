@@ -1,4 +1,4 @@
-"""Header of a GGUF file: metadata, and the location of every tensor. Reads no values.
+"""Reads the header of a GGUF file: metadata, and the location of every tensor. Reads no values of tensors.
 
 The layout is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
@@ -224,7 +224,7 @@ class _HeaderParser:
 
 
 def block_sizes() -> dict[int, tuple[str, int, int]]:
-    """Returns ggml's number of a format -> (its name, values of a block, bytes of a block).
+    """Returns a dict: ggml's number of a format -> (name of the format, values per block, bytes per block).
 
     Raises:
         CheckpointError: the package `gguf` is not installed.

@@ -1,6 +1,6 @@
 """Weights of a GGUF file, by the names of the model's parameters. Values are those of `gguf.quants.dequantize`.
 
-These formats are quantised in blocks of 32 values. d and m are numbers of a block, and q is the stored code.
+These formats are quantised in blocks of 32 values. q is the stored code of a value. d and m are stored once per block.
 
 | format | value of a code q                  | as `Codes`                                       |
 |--------|------------------------------------|--------------------------------------------------|
@@ -236,7 +236,7 @@ def find_gguf(source: object) -> Path | None:
 
 
 def tokenizer_of_gguf(header: GgufHeader, role: str) -> PreTrainedTokenizerBase | None:
-    """Makes the tokenizer, with chat template, from a file's metadata, as transformers does. None: it has none.
+    """Makes the tokenizer, with chat template, from a file's metadata. Returns None if the file has none.
 
     Args:
         header: header of the file.
@@ -274,16 +274,16 @@ def _names(header: GgufHeader, layers: int) -> Any:
 
 
 def _place(parameter: str, names: Any) -> tuple[str, int | None] | None:
-    """Returns (name of the stored tensor, number of the expert) for a parameter of the model.
+    """Returns (name of the stored tensor, index of the expert) for a parameter of the model.
 
-    The number is None for a parameter that is not an expert's. All experts' matrices are in one stored tensor.
+    The index is None for a parameter that is not an expert's. One stored tensor contains the matrices of all experts.
 
     Args:
         parameter: name of the parameter.
         names: result of `_names`.
 
     Returns:
-        None, if the architecture has no such tensor.
+        The pair. None if the architecture has no such tensor.
     """
     module, _, leaf = parameter.rpartition(".")
     found = _EXPERT.fullmatch(module)

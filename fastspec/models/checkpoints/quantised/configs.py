@@ -76,7 +76,7 @@ def quantisation_of(config: Mapping[str, Any], modelopt: Mapping[str, Any] | Non
 
     Args:
         config: content of `config.json`.
-        modelopt: content of `hf_quant_config.json`, which ModelOpt writes next to it.
+        modelopt: content of `hf_quant_config.json`, which ModelOpt writes next to it. None: there is no such file.
 
     Returns:
         The settings. None if there are none.
@@ -130,14 +130,14 @@ class _Fields:
 
         Args:
             *known: names of the fields that the caller reads.
-            off: names of fields that change no value of a matrix.
+            off: names of fields that are ignored, because they change no value of a matrix.
         """
         for field, value in self.values.items():
             if field not in known and field not in off and field not in _OF_ALL and value not in (None, "", [], {}):
                 self.refuse(field, value, "it is not known whether it changes values; leave it out if it does not")
 
     def choice(self, field: str, wanted: tuple[Any, ...], default: Any = None) -> Any:
-        """Returns a field's value, which must be one of `wanted`. The default if it is missing or null."""
+        """Returns a field's value, which must be one of `wanted`. Returns `default` if it is missing or null."""
         value = self.values.get(field)
         value = default if value is None else value
         if value not in wanted or isinstance(value, bool) != isinstance(wanted[0], bool):
@@ -145,7 +145,7 @@ class _Fields:
         return value
 
     def group(self, field: str = "group_size", default: int | None = None) -> int | None:
-        """Returns the number of columns that share a scale. None: the whole row, which configs write as -1."""
+        """Returns the number of columns that share a scale. None: a whole row. Configs write -1 for a whole row."""
         value = self.values.get(field)
         value = default if value is None else value
         if value == -1:

@@ -62,7 +62,7 @@ def _factor(moment: Tensor) -> Tensor:
 
 
 def _scales(part: Tensor, diagonal: Tensor) -> Tensor:
-    """Returns the scale with the least weighted squared error for each row of a group of columns, [N].
+    """Returns, for each row of a group of columns, the scale with the least weighted squared error: fp32 [N].
 
     Args:
         part: [N, G], the group.

@@ -39,9 +39,9 @@ class StoredPart(NamedTuple):
         shapes: permitted shapes.
         dtypes: permitted dtypes, by the names of safetensors.
         required: False if the tensor may be missing.
-        over: for each axis of the tensor, the axis of the matrix along which it runs, "N" or "K", and the number of
-            rows or columns of the matrix that one element belongs to. An axis of size 1 belongs to all of them. Empty:
-            the tensor belongs to the whole matrix.
+        over: a pair (axis of the matrix, count) for each axis of the tensor. The axis is "N" or "K". An element of the
+            tensor belongs to `count` rows (N) or columns (K) of the matrix. If the tensor's axis has size 1, the
+            element belongs to all of them. Empty: the tensor belongs to the whole matrix.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -150,12 +150,14 @@ class Int8(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class PackedInt(Scheme):
-    """Codes of 4 or 8 bits, several to a word along K, lowest bits first. Half of their range is added to them.
+    """Codes of 4 or 8 bits. A stored 32-bit word has several codes along K, lowest bits first.
+
+    Stored codes are unsigned: half of their range is added to them.
 
     Attributes:
         bits: bits of a code, 4 or 8.
         group: columns of a row that share a scale. None: the whole row.
-        symmetric: True if no zero points are stored. Each is half of the range then.
+        symmetric: True if no zero points are stored. Then every zero point is half of the range.
     """
 
     bits: int
@@ -262,7 +264,7 @@ class Float4(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Awq(Scheme):
-    """Codes of 4 bits with zero points, eight to a word along N, in the order `AWQ_ORDER`.
+    """Codes of 4 bits with zero points. A stored 32-bit word has eight codes along N, in the order `AWQ_ORDER`.
 
     Attributes:
         group: columns of a row that share a scale and a zero point. None: the whole row.
@@ -302,12 +304,12 @@ class Awq(Scheme):
 
 @dataclass(frozen=True, slots=True)
 class Gptq(Scheme):
-    """Codes of 4 or 8 bits, several to a word along K. Zero points are several to a word along N.
+    """Codes of 4 or 8 bits. A stored 32-bit word has several codes along K, or several zero points along N.
 
     Attributes:
         bits: bits of a code, 4 or 8. With 8 bits every zero point must be 128.
         group: columns of a row of the matrix that share a scale and a zero point. None: the whole row.
-        less_one: True if zero points are stored less one (GPTQ v1).
+        less_one: True if one was subtracted from every zero point before it was stored (GPTQ v1).
         symmetric: True if the config says that quantisation is symmetric. Then every 4-bit zero point must be 8.
     """
 

@@ -1,4 +1,4 @@
-"""Tensors of a quantised checkpoint, in which each quantised matrix is one tensor [N, K].
+"""Reads the tensors of a quantised checkpoint. Each quantised matrix becomes one tensor [N, K].
 
 Also reads the stored scales of K and V for a KV cache in 8 bits.
 """
@@ -66,7 +66,7 @@ def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> li
 
 
 def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict[int, CacheScales]:
-    """Reads the scales of K and V of a checkpoint. Returns them by number of the layer.
+    """Reads the scales of K and V of a checkpoint. Returns a dict: index of a layer -> its scales.
 
     Args:
         stored: tensors of the checkpoint.
@@ -95,8 +95,8 @@ def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) ->
     """Returns one scale of K and one of V for each layer. If heads have different scales, the largest fits all heads.
 
     Args:
-        found: stored scales by number of the layer. A layer that is not there has scales 1.
-        layers: numbers of the layers.
+        found: index of a layer -> its stored scales. A layer without an entry has scales 1.
+        layers: indices of the layers.
     """
     named = [found.get(layer, CacheScales()) for layer in layers]
     return tuple(KVScales(max(each.k), max(each.v)) for each in named)
@@ -129,7 +129,7 @@ class Matrix(NamedTuple):
 
 
 class QuantisedShards(WrappedSource):
-    """Tensors of a quantised checkpoint. The stored tensors of a quantised matrix are one tensor, `<module>.weight`.
+    """Tensors of a quantised checkpoint. Each quantised matrix appears as one tensor, `<module>.weight`.
 
     Args:
         stored: the stored tensors.
@@ -225,7 +225,7 @@ class QuantisedShards(WrappedSource):
     def read_part(self, name: str, rows: slice, columns: slice) -> Tensor:
         """Returns a range of rows and, for a matrix, of columns of the tensor `name`.
 
-        A quantised matrix is read as a whole and dequantised for it.
+        A quantised matrix is read and dequantised as a whole, then cut.
         """
         return TensorSource.read_part(self, name, rows, columns)
 
@@ -252,7 +252,7 @@ class QuantisedShards(WrappedSource):
     def codes_part(self, name: str, rows: slice, columns: slice, device: torch.device) -> Codes | None:
         """Returns a range of rows and columns of the quantised matrix `name`. None: it is not quantised.
 
-        Reads only the stored words and scales that belong to the range.
+        Reads only the stored codes and scales that belong to the range.
 
         Raises:
             CheckpointError: a code, scale or zero point has a value that the format does not allow.
@@ -274,15 +274,15 @@ class QuantisedShards(WrappedSource):
         return codes.part(here[:1], here[1])
 
     def _whole(self, matrix: Matrix, parts: Mapping[str, Over], axis: str, meant: range) -> range:
-        """Returns the smallest range of rows or columns that contains a range and needs only whole stored elements.
+        """Extends a range of rows or columns so that it begins and ends between stored elements. Returns the new range.
 
         A stored element is a word with several codes, or a scale for several rows or columns.
 
         Args:
             matrix: the matrix.
-            parts: name of a stored tensor -> rows or columns per element; see `StoredPart.over`.
+            parts: last part of a stored tensor's name -> rows or columns per element; see `StoredPart.over`.
             axis: "N" for rows, "K" for columns.
-            meant: the range.
+            meant: the range to extend.
         """
         shapes = {part: self._source.infos()[f"{matrix.module}.{part}"].shape for part in parts}
         over = [pair for part, each in parts.items() for pair in zip(shapes[part], each, strict=False)]
@@ -309,7 +309,7 @@ class QuantisedShards(WrappedSource):
         return self._source.read_part(name, *places, *([slice(None)] * (2 - len(places))))
 
     def describe(self) -> str:
-        """Describes the numbers of quantised matrices in each stored layout, for messages."""
+        """Lists how many quantised matrices each stored layout has, for messages."""
         kinds = Counter(matrix.scheme.describe() for matrix in self._matrices.values())
         return ", ".join(f"{count} matrices in {kind}" for kind, count in sorted(kinds.items()))
 

@@ -8,9 +8,9 @@ N and K are rows and columns of the matrix, and G columns share a scale. int8 an
 unsigned: half of their range is added. int8 as plain bytes ("int-quantized") is not used, because some engines accept
 it only with quantised activations.
 
-Matrices of layers are rounded by `kernels/common/rounding.py`, which `draft_quantization=` also uses. So both give the
-same values. With a calibration text, `feedback.py` rounds to int4 instead; the files have the same layout. Embedding,
-head, norms and biases are not rounded.
+Matrices of layers are quantised by `kernels/common/rounding.py`, which `draft_quantization=` also uses. So both give
+the same values. With a calibration text, `feedback.py` quantises to int4 instead. The files have the same layout.
+Embedding, LM head, norms and biases are not quantised.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def write_quantised(
         destination: path of the new directory. It must not exist.
         form: "fp8", "int8" or "int4".
         revision: revision of a Hub id.
-        calibration: text like those that the model will read. int4 is rounded by GPTQ with the activations of this
-            text. None: codes are rounded to nearest.
+        calibration: text like those that the model will read. GPTQ quantises to int4 with the activations of this text.
+            None: values are rounded to the nearest code.
         tell: called with the name of each file before it is written.
 
     Returns:
         Names of quantised matrices whose inputs the calibration could not measure, such as experts that transformers
-        has as one tensor. They are rounded to nearest. Empty without a calibration.
+        has as one tensor. Their values are rounded to the nearest code. Empty without a calibration.
 
     Raises:
         UnsupportedOption: another form, a hosted model, a source that is already quantised, a calibration text that
@@ -105,7 +105,7 @@ def write_quantised(
 
 
 class _Measured:
-    """Quantises matrices to int4 by the activations of a calibration text.
+    """Quantises matrices to int4 with the activations of a calibration text.
 
     Args:
         checkpoint: directory of the model and its tokenizer.
@@ -129,12 +129,12 @@ class _Measured:
         self.missed: list[str] = []
 
     def read(self, names: list[str]) -> None:
-        """Measures the inputs of the matrices `names`, and frees the moments of earlier ones."""
+        """Measures second moments of the inputs of the matrices `names`. Frees those of the previous call."""
         self._moments = {}
         self._moments = self._activations.moments([name.removesuffix(WEIGHT) for name in names])
 
     def rounded(self, name: str, values: Tensor, kind: CodesKind) -> Codes:
-        """Quantises the matrix `name`. Its codes are rounded to nearest if its inputs were not measured."""
+        """Quantises the matrix `name`. If its inputs were not measured, values are rounded to the nearest code."""
         moment = self._moments.get(name.removesuffix(WEIGHT))
         if moment is None:
             self.missed.append(name)
@@ -220,8 +220,8 @@ def _settings(form: CodeFormat, groups: dict[int | None, list[str]], kept: list[
 
     Args:
         form: "fp8", "int8" or "int4".
-        groups: number of columns that share a scale -> names of the modules that are quantised so. None: a row has one
-            scale. If there are several numbers, each entry of the config lists its modules.
+        groups: number of columns that share a scale -> names of the modules with this number. The key None stands for
+            one scale per row. With several keys, each entry of the config lists its modules.
         kept: names of modules that are not quantised.
     """
     of_group = {}
