@@ -1,8 +1,8 @@
 """A model class for lm-evaluation-harness: `python -m fastspec.integrations.lm_eval run --model fastspec ...`.
 
-Needs the package lm-eval, which finds the model by its name after this module is imported. Given continuations are
-scored in decode steps. Contexts with the same beginning are prefilled once. Texts for perplexity are scored in the
-prefill. Results of all three kinds of requests do not depend on how requests are batched.
+Needs the package lm-eval, which finds the model by its name after this module is imported. Continuations that a task
+gives are scored in decode steps. Contexts with the same beginning are prefilled once. Texts for perplexity are scored
+in the prefill. No result depends on how requests are batched.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that is put before a text to score its first token: BOS, or else the one that ends texts."""
+        """Id of the token that is put before a text to score the text's first token: BOS, or EOS if there is no BOS."""
         bos = self.tokenizer.bos_token_id
         return self.eot_token_id if bos is None else int(bos)
 
@@ -171,7 +171,7 @@ class FastSpecLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return texts
 
     def _texts(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        """Generates the continuations of some contexts, with generation options of lm-eval."""
+        """Generates a continuation of each context. `options` are generation options of lm-eval."""
         given = dict(normalize_gen_kwargs(options, self._max_gen_toks))
         stops = handle_stop_sequences(given.pop("until", None), eos=str(self.tokenizer.decode([self.eot_token_id])))
         new = given.pop("max_gen_toks")

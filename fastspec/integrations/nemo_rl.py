@@ -124,7 +124,7 @@ class Generation:
         return True
 
     def finish_generation(self, *args: object, release_gpu: bool = True, **kwargs: object) -> bool:
-        """Frees the memory of K/V and buffers if the trainer shares the GPU. Weights stay, for updates need them."""
+        """Frees the memory of K/V and buffers if the trainer shares the GPU. Weights stay for updates."""
         if self.blocks_training() and release_gpu and self.generator.asleep is None:
             self.generator.sleep(1)
         return True
@@ -137,7 +137,7 @@ class Generation:
         return True
 
     def prepare_refit_info(self, state_dict_info: Mapping[str, Any]) -> None:
-        """Stores the names of the tensors that updates will have. A later update with other names is refused."""
+        """Stores the names of the tensors that updates of weights will have. An update with other names is refused."""
         self._names = frozenset(state_dict_info)
 
     def update_weights_from_collective(self) -> list[Any]:
@@ -161,7 +161,7 @@ class Generation:
         return True
 
     def pause_generation(self, *, clear_cache: bool) -> bool:
-        """Returns False: running answers are not paused half way. `FastSpecGenerator.pause` waits for their ends."""
+        """Returns False, because running answers cannot be paused. `FastSpecGenerator.pause` waits until they end."""
         return False
 
     def resume_generation(self) -> bool:
@@ -170,7 +170,7 @@ class Generation:
 
     @property
     def requires_kv_scale_sync(self) -> bool:
-        """False, because scales of K and V are those of the checkpoint and do not change in training."""
+        """False, because scales of K and V come from the checkpoint and do not change in training."""
         return False
 
     def blocks_training(self) -> bool:

@@ -27,9 +27,9 @@ class Generate:
     """Continues the prompt in every row of a batch. For `ray.data.Dataset.map_batches`, batch format "numpy".
 
     Calling the object adds these columns, with one value per row: `generated_text` (if there is a tokenizer),
-    `generated_ids` (the new tokens), `finish_reason`, and the counts `new_tokens`, `target_steps`, `drafted`,
-    `accepted`. The finish reason is "stop", "length", or "error" if logits were invalid. With the option `logprobs` it
-    also adds `logprobs` of the new tokens.
+    `generated_ids` (the new tokens), `finish_reason`, and four numbers. These are `new_tokens`, `target_steps` (decode
+    steps), `drafted` (draft tokens) and `accepted` (accepted draft tokens). The finish reason is "stop", "length", or
+    "error" if logits were invalid. With the option `logprobs` it also adds `logprobs` of the new tokens.
 
     Args:
         target, draft: directories or Hub ids that every machine can read.
@@ -138,7 +138,7 @@ def _check(columns: tuple[str, ...], options: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Converts a NumPy value of a column to a Python value. Others are returned unchanged."""
+    """Converts a NumPy value of a column to a Python value. Returns other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -93,5 +93,5 @@ class RolloutReplica:
         self._generator.sleep(level)
 
     def wake(self) -> None:
-        """See `FastSpecGenerator.wake`."""
+        """Allocates the memory that `sleep` freed; see `FastSpecGenerator.wake`."""
         self._generator.wake()

@@ -36,7 +36,7 @@ class _Kept:
         generator: the generator. None before the first call.
         options: arguments with which the generator was made.
         draft: its draft model.
-        seen: result of `_state_of` for "target" and "draft" when their weights were copied last.
+        seen: "target" or "draft" -> result of `_state_of` for this model when its weights were copied last.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def generate(
     generator_options: Mapping[str, Any] | None = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Decodes instead of the loop in transformers. It is the value of the argument `custom_generate`.
+    """Generates text in place of the decoding loop of transformers. Pass this function as `custom_generate`.
 
     Args:
         model: a loaded model of transformers.
@@ -115,7 +115,7 @@ def generate(
 
 
 class _WithoutPrompt(BaseStreamer):
-    """Streamer that passes tokens on to another one, without the prompt, which transformers has already put there.
+    """Streamer that passes new tokens on to the user's streamer. It leaves out the prompt, which is there already.
 
     Args:
         streamer: the user's streamer.
@@ -194,7 +194,7 @@ def _compare(name: str, given: list[Any], own: list[Any], instead: str) -> None:
 
 
 def _described(part: Any) -> tuple[object, str]:
-    """Returns the class of a processor or criterion, and its fields as text. Equal ones do the same."""
+    """Returns (class, fields as text) of a logits processor or stopping criterion. Equal parts do the same."""
     return type(part), repr(sorted(vars(part).items(), key=lambda item: item[0]))
 
 
@@ -242,9 +242,9 @@ def _generator_of(model: Any, draft: Any, rows: int, tokens: int, given: Mapping
 
 
 def _state_of(module: Any) -> tuple[Any, ...]:
-    """Returns the address of each parameter of a live model, and torch's count of its changes in place.
+    """Returns (address, number of changes in place that torch counted) for each parameter of a live model.
 
-    If the result is the same later, the weights have not changed. () for a draft that is not a module.
+    If a later call returns the same, the weights have not changed. Returns () for a draft that is not a module.
     """
     if not isinstance(module, nn.Module):
         return ()

@@ -218,11 +218,11 @@ class Rollout:
         return TokenOutput(output.new_tokens[0], (output.logprobs or [[]])[0], stop_reason=reason, extra_fields=version)
 
     async def sleep(self) -> None:
-        """See `release`."""
+        """Frees the memory of weights and K/V, as `release` does."""
         await self.release()
 
     async def wake_up(self) -> None:
-        """See `resume`."""
+        """Allocates the memory of weights and K/V again; see `resume`."""
         await self.resume([_WEIGHTS, _CACHE])
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
@@ -239,7 +239,7 @@ class Rollout:
         await asyncio.to_thread(self.generator.pause, abort=True)
 
     async def resume_generation(self) -> None:
-        """Starts the requests that wait since `abort_all_requests`."""
+        """Starts the requests that have waited since `abort_all_requests`."""
         self.generator.resume()
 
     async def clear_kv_cache(self) -> None:
@@ -282,5 +282,5 @@ def _plain(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of(config: Any, name: str) -> Any:
-    """Returns a field of a config that is a mapping or an object. None if there is no such field."""
+    """Returns the field `name` of a config, which is a mapping or an object. None if there is no such field."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)

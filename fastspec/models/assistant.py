@@ -24,11 +24,12 @@ from fastspec.shapes import ForwardBatch, Tiling
 
 
 class Places(NamedTuple):
-    """Inputs of the draft passes of one step. All k passes have the same ones, and none writes K/V.
+    """Inputs of the draft passes of one decode step. All passes of the step share them. No draft pass writes K/V.
 
     Attributes:
-        turned: inputs with the position of each row's last token. Queries are rotated by it.
-        seen: inputs with the position before, the newest one that has keys. Queries attend to keys up to it.
+        turned: batch with the position of each row's last token. Rope rotates queries by this position.
+        seen: batch with the position before the last token, the newest one with keys in the target's cache. Queries
+            attend to keys up to this position.
     """
 
     turned: ForwardBatch
@@ -43,7 +44,8 @@ class Assistant(Decoder):
         weights: weights of the assistant.
         target: the target, whose keys, values and embedding the assistant reads.
         ops, max_positions, batch, max_queries: see `Decoder`.
-        order: int64 [vocabulary], all token ids, group by group. None: the assistant has no groups of ids.
+        order: int64 [vocabulary], token ids in the order of their groups, see `order_of`. None: the assistant has no
+            groups of token ids.
 
     Raises:
         UnsupportedOption: several ranks share the target, so that each rank has only some of the keys.
@@ -80,15 +82,15 @@ class Assistant(Decoder):
         self._ones = {dim: torch.ones(dim, dtype=torch.float32, device=weights.decoder.norm.device) for dim in dims}
 
     def drafted(self, h: Tensor, ids: Tensor, places: Places) -> Tensor:
-        """Runs all layers for one draft token of each row.
+        """Runs all layers of the assistant once, to draft one token for each row.
 
         Returns the residual stream after the last layer [B, 1, hidden], the input of `logits` and `feature`.
 
         Args:
-            h: [B, 1, target's hidden size], h_j of `AssistantSpec`: from the target for the first draft, then from
-                `feature`.
+            h: hidden states [B, 1, target's hidden size]. For the first draft token they come from the target, for
+                later draft tokens from `feature`.
             ids: int64 [B, 1], the token before the draft token.
-            places: inputs of the pass.
+            places: positions and block tables of the pass, from `places_of`.
         """
         tiling = places.turned.tiling
         e = self.ops.embed(self._target_embed, ids.contiguous()) * self._scale
@@ -100,7 +102,10 @@ class Assistant(Decoder):
         return x
 
     def feature(self, x: Tensor, tiling: Tiling) -> Tensor:
-        """Returns `h` of the next call of `drafted`, [B, 1, target's hidden size], from the result of this one, `x`."""
+        """Returns the argument `h` of the next call of `drafted`. `x` is the result of the previous call.
+
+        The shape is [B, 1, target's hidden size].
+        """
         return self.ops.linear(self._normed_last(x), self._after, None, tiling)
 
     @override
@@ -120,9 +125,10 @@ class Assistant(Decoder):
         out.copy_(ids.gather(-1, found.argmax(dim=-1, keepdim=True))[..., 0])
 
     def _of_groups(self, hidden: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
-        """Computes logits for the ids of some groups, those with the largest product of centroid and hidden state.
+        """Computes logits only for token ids in the groups with the highest scores.
 
-        Returns these ids, int64 [.., n], and their fp32 logits [.., n], for hidden states [.., hidden].
+        The score of a group is the product of its centroid and the normed hidden state. `AssistantSpec.chosen` groups
+        are taken. Returns their ids, int64 [.., n], and the ids' fp32 logits [.., n], for `hidden` [.., hidden].
         """
         assert self._centroids is not None, "it comes with groups"
         assert self._groups is not None, "checked by the caller"
@@ -139,12 +145,14 @@ class Assistant(Decoder):
         return self._norm(self.spec.plans[-1], x, self.weights.norm)
 
     def _attended(self, index: int, product: Tensor, places: Places) -> Tensor:
-        """Computes a layer's attention over the target's keys, before the output projection: [B, 1, H * D].
+        """Computes attention of one layer over the target's keys and values, without the output projection.
+
+        Returns [B, 1, H * D].
 
         Args:
-            index: layer of the assistant.
-            product: queries [B, 1, H * D], without norm and rotation.
-            places: inputs of the pass.
+            index: index of the assistant's layer.
+            product: queries [B, 1, H * D], before their norm and rope.
+            places: positions and block tables of the pass.
         """
         plan, layer = self.spec.plans[index], self.weights.layers[index]
         heads, kv_heads, dim = shape = self.spec.heads_of(plan)
@@ -194,16 +202,16 @@ class Assistant(Decoder):
 
 
 def places_of(rows: ForwardBatch) -> Places:
-    """Returns the inputs of the draft passes. `rows` are the inputs of a pass over each row's last token, [B, 1]."""
+    """Returns the inputs of a step's draft passes, made from `rows`: a batch with each row's last token, [B, 1]."""
     nothing = torch.zeros_like(rows.write_mask)
     before = (rows.positions - 1).clamp_min(0)
     return Places(replace(rows, write_mask=nothing), replace(rows, positions=before, write_mask=nothing))
 
 
 def order_of(directory: Path, spec: AssistantSpec) -> Tensor | None:
-    """Reads all token ids of an assistant, group by group: int64 [vocabulary] on the CPU.
+    """Reads the token ids of an assistant's groups, one group after the other: int64 [vocabulary] on the CPU.
 
-    Returns None if the assistant has no groups of ids.
+    Returns None if the assistant has no groups of token ids.
 
     Raises:
         CheckpointError: the tensor is missing, or does not have every id once.

@@ -15,10 +15,11 @@ from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 
 class CompiledDecoder(Decoder):
-    """Decoder whose passes in a step run through torch.compile, each as one graph. Its ops must be `CompiledOps`.
+    """Decoder whose decode passes run through torch.compile, each as one graph. Its ops must be `CompiledOps`.
 
-    The first pass with a number of rows and of tokens per row compiles the graph for this shape. Prefill chunks, which
-    have more tokens, are not compiled: they have many sizes, and matrix products take most of their time.
+    Each shape (number of rows, tokens per row) has its own graph, which the first pass of that shape compiles. Prefill
+    chunks have more tokens per row and are not compiled. They have many sizes, and matrix products take most of their
+    time.
 
     Args:
         *args, **options: arguments of Decoder.

@@ -1,6 +1,6 @@
 """Checked fields of a Hugging Face config: sizes, rotary embedding, and the operations of each layer.
 
-`spec_from_config` converts a config to a frozen `ModelSpec`, or refuses it with the name of the field. The family's
+`spec_from_config` converts a config to a frozen `ModelSpec`, or raises an error that names the bad field. The family's
 file in `families/` defines the layers. No other code reads a config. So a setting that is not in the spec cannot change
 the arithmetic.
 """
@@ -45,10 +45,10 @@ class ModelSpec:
         ropes: rotary embeddings. `LayerPlan.rope` is an index of this tuple. Empty: no layer has rope.
         scales: factors on the embedding and on the logits.
         plans: operations of each layer. Layers with the same plan have the same tensors.
-        tied: True if the head is the embedding matrix.
-        dtype: dtype that the checkpoint declares, else the one in which it is stored.
-        own_names: (name of a row of `layer_table.LAYER`, its stored names) for tensors that this checkpoint names in
-            another way than its family.
+        tied: True if the LM head is the embedding matrix.
+        dtype: dtype that the checkpoint declares. If it declares none: the dtype of its stored tensors.
+        own_names: pairs (name of a row of `layer_table.LAYER`, names of its tensors in the checkpoint). Only for rows
+            whose names in this checkpoint differ from those of the family.
     """
 
     family: str
@@ -74,14 +74,14 @@ class ModelSpec:
 
     @property
     def names(self) -> Mapping[str, tuple[str, ...]]:
-        """Stored names that differ from those in `layer_table.LAYER`, by the name of the table's row."""
+        """Tensor names of the checkpoint that differ from `layer_table.LAYER`: name of the table's row -> names."""
         return {**FAMILIES[self.family].names, **dict(self.own_names)}
 
     @property
     def head_order(self) -> list[int] | None:
-        """For each loaded element of a query or key head, its index in the checkpoint; see `rope.head_order`.
+        """Index in the checkpoint of each loaded element of a query or key head; see `rope.head_order`.
 
-        None: both orders are the same.
+        None: elements are loaded in the stored order.
         """
         if not self.ropes:
             return None
@@ -117,7 +117,7 @@ class ModelSpec:
 
     @property
     def rope_dims(self) -> tuple[int, ...]:
-        """Size of the heads to which each of `ropes` is applied. It includes elements that are not rotated."""
+        """Size of a head that each of `ropes` rotates, one number per rope. Includes elements that are not rotated."""
         dims = {plan.rope: self.heads_of(plan)[2] for plan in self.plans}
         return tuple(dims.get(index, 2 * len(rope.inv_freq)) for index, rope in enumerate(self.ropes))
 
@@ -128,9 +128,9 @@ class ModelSpec:
 
     @property
     def divided(self) -> dict[str, int]:
-        """Sizes that the number of ranks must divide, by name. 1 means that the layers cannot be split.
+        """Sizes that must be multiples of the number of tensor-parallel ranks: name for messages -> size.
 
-        Numbers of heads are not included; see `Sizes`.
+        A size of 1 means that the model cannot be split. `num_heads` and `num_kv_heads` are not included.
         """
         found = {"intermediate_size": self.intermediate_size}
         for plan in self.plans:
@@ -157,7 +157,7 @@ class ModelSpec:
 
     @property
     def hosting(self) -> str:
-        """Empty string: this package's decoder runs the model, and not a module of transformers (`HostedInfo`)."""
+        """Empty string, because this package's decoder runs the model, not a module of transformers (`HostedInfo`)."""
         return ""
 
     @property
@@ -187,7 +187,7 @@ class ModelSpec:
 
     @property
     def _attends(self) -> LayerPlan:
-        """Plan of the first layer with attention."""
+        """Plan of the first layer with attention. If no layer has attention: plan of the first layer."""
         return self.plans[(*self.attending, 0)[0]]
 
     def rotary_bytes(self, positions: int) -> int:
@@ -199,7 +199,7 @@ class ModelSpec:
         return 4 * positions * sum(dim + bool(rope.query_beta) for rope, dim in sizes)
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of the recurrent states of one row in the `StateCache`."""
+        """Returns the bytes of one row's recurrent states in the `StateCache`, for up to `max_drafts` draft tokens."""
         return sum(row_bytes(each, max_drafts, dtype) for each in self.state_rules)
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -208,25 +208,25 @@ class ModelSpec:
 
     @property
     def routed_elements(self) -> int:
-        """Number of temporary elements per token in a layer with experts; the largest of any layer.
+        """Number of elements of temporary tensors per token, in the layer with experts that needs the most.
 
-        These are the inner activations and the outputs of a token's experts. 0 without experts.
+        The tensors are the inner activations and the outputs of a token's experts. 0 if no layer has experts.
         """
         plans = [plan.experts for plan in self.plans if plan.experts]
         each = [plan.routing.chosen * (plan.width + self.hidden_size) + self._of_shared(plan) for plan in plans]
         return max(each, default=0)
 
     def _of_shared(self, plan: ExpertsPlan) -> int:
-        """Returns the number of temporary elements per token that a shared expert needs.
+        """Returns the number of elements of temporary tensors per token that a shared expert needs.
 
-        The number is enough for a separate MLP and for an expert that is stored with the routed ones.
+        The number is enough in both cases: the shared expert is a separate MLP, or is stored with the routed experts.
         """
         return max(3 * plan.shared, (plan.width + self.hidden_size) * (plan.shared == plan.width))
 
     def norm_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Returns the dtype of norm weights in a model of `dtype`.
 
-        It is fp32 if norms are multiplied with their weight before they are rounded to `dtype`.
+        It is fp32 if a norm multiplies by its weight in fp32 and rounds to `dtype` after that. Otherwise it is `dtype`.
         """
         return dtype if self.plans[0].norm == "rms" else torch.float32
 
@@ -316,7 +316,7 @@ def refuse_other_architectures(family: str, named: object) -> None:
 
 
 def _rope_dims(plans: tuple[LayerPlan, ...], head_dim: int, family: ModelFamily) -> tuple[int, ...]:
-    """Returns the size of a head, or of the part of it that is rotated, for each rotary embedding of a family."""
+    """Returns head_dim for each rotary embedding of a family. With latent attention: size of a head's rotated part."""
     dims = {plan.rope: plan.latent.shared if plan.latent else plan.head_dim or head_dim for plan in plans}
     return tuple(dims.get(index, head_dim) for index in range(max(1, len(family.rope_layers))))
 

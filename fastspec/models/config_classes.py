@@ -3,7 +3,8 @@
 In some versions, a decorator of transformers' config classes imports all of generation. Llama's class validates a
 training field, for which it imports image readers, `torch.distributed.tensor` and torchvision. `AutoTokenizer` imports
 all that and torch's compiler to find the class of a tokenizer. This takes seconds and is not needed here. The config
-classes below have the same names, fields, defaults and base class. A checkpoint names the class of its tokenizer.
+classes below have the same names, fields, defaults and base class. The class of a tokenizer is found by the name in the
+checkpoint.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ _READ_AS_QWEN: Final = ("qwen2", "qwen3")
 
 
 class _Config(PretrainedConfig):
-    """Fields that the four classes have in common, as documented in transformers."""
+    """Fields that the four config classes below have in common, as documented in transformers."""
 
     vocab_size: int = 32000
     hidden_size: int = 4096

@@ -125,7 +125,7 @@ class Decoder:
         return last, found[0][:, :, None] if len(found) == 1 else torch.stack(found, dim=2)
 
     def _hidden(self, rows: ForwardBatch, features: dict[int, Tensor | None]) -> Tensor:
-        """Computes `hidden`. The keys of `features` are layers; their values become the residual stream after them."""
+        """Implements `hidden`. Sets each value of `features` to the residual stream after the layer that is its key."""
         x, layers = self.ops.embed(self.weights.embed, rows.ids), self.weights.layers
         if self._embed_scale != 1.0:
             x = x * self._embed_scale
@@ -147,9 +147,9 @@ class Decoder:
         """Returns the per-layer embeddings (Gemma 4) of all layers, [layers, B, Q, inputs].
 
         Args:
-            weights: the second embedding, and the projection of x.
+            weights: the second embedding, the projection of x, and a norm.
             x: scaled embedding of the tokens, [B, Q, hidden].
-            rows: the tokens.
+            rows: the tokens of the pass.
         """
         count, width = self.spec.num_layers, self.spec.plans[0].inputs
         made: Tensor = self.ops.linear(x, weights.projection, None, rows.tiling) * self.spec.hidden_size**-0.5
@@ -167,16 +167,18 @@ class Decoder:
         inputs: Tensor | None = None,
         lent: dict[int, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after a layer, and the result of `_qkv` for the next layer (None after the last).
+        """Runs one layer. Returns the residual stream after it, and q, k and v of the next layer (result of `_qkv`).
+
+        The second result is None after the last layer, and if the next layer has only an MLP.
 
         Args:
             index: index of the layer.
             x: residual stream before the layer, [B, Q, hidden].
-            qkv: result of `_qkv` for this layer.
+            qkv: q, k and v of this layer, the result of `_qkv`. None: the layer has only an MLP.
             rows: the tokens of the pass.
-            inputs: the layer's own input [B, Q, inputs], see `_inputs`. None: it has none.
-            lent: index of a layer -> its k and v in this pass, for later layers that share them. This layer's k and v
-                are added if a later layer shares them. None: no layer shares them.
+            inputs: the layer's own input [B, Q, inputs], see `_inputs`. None: the layer has no such input.
+            lent: index of a layer -> its k and v in this pass. Later layers may share these k and v. If one shares
+                those of this layer, this layer adds them. None: no layer shares k and v.
         """
         layer = self.weights.layers[index]
         if qkv is not None and lent is not None:
@@ -185,13 +187,13 @@ class Decoder:
         return self._after_attention(index, mixed, x, rows.tiling, inputs)
 
     def _mix(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes a layer's attention, its recurrent op, or both, before the output projection.
+        """Computes a layer's attention, its recurrent op, or both, without the output projection.
 
-        With both, the results are joined along the last axis, that of attention first.
+        With both, their outputs are concatenated along the last axis, attention first.
 
         Args:
             index, layer: index and weights of the layer.
-            product: result of `_qkv`.
+            product: result of `_qkv` for this layer.
             rows: the tokens of the pass.
         """
         plan = self.spec.plans[index]
@@ -214,13 +216,13 @@ class Decoder:
 
         Args:
             index: index of the layer.
-            attended: result of `_mix`. None: the layer has only an MLP.
+            attended: output of attention or of the recurrent op, from `_mix`. None: the layer has only an MLP.
             x: residual stream before the layer.
             tiling: tiles of matrix products.
             inputs: see `_layer`.
 
         Returns:
-            The residual stream after the layer, and the result of `_qkv` for the next layer (None after the last).
+            The residual stream after the layer, and q, k and v of the next layer; see `_layer`.
         """
         layers, plan = self.weights.layers, self.spec.plans[index]
         layer, next_layer = layers[index], self._following(index)
@@ -242,7 +244,10 @@ class Decoder:
         return x, None if next_layer is None else self._qkv(index + 1, x, tiling, h)
 
     def _with_inputs(self, layer: LayerWeights, x: Tensor, inputs: Tensor, tiling: Tiling) -> Tensor:
-        """Adds a layer's own input, gated by x, to the residual stream x. For `inputs` see `_layer`."""
+        """Gates a layer's own input by x, projects it, and adds it to the residual stream x. For `inputs` see `_layer`.
+
+        Returns the sum.
+        """
         assert layer.input_gate is not None, "layers with inputs have all of these"
         assert layer.input_projection is not None, "layers with inputs have all of these"
         assert layer.input_projected_norm is not None, "layers with inputs have all of these"
@@ -251,14 +256,14 @@ class Decoder:
         return self.ops.add_norm(added, x, layer.input_projected_norm, None, self.spec.rms_eps)[0]
 
     def _following(self, index: int) -> LayerWeights | None:
-        """Returns the weights of the layer after layer `index`. None: that is the last layer."""
+        """Returns the weights of the layer after layer `index`. None if layer `index` is the last one."""
         layers = self.weights.layers
         return layers[index + 1] if index + 1 < len(layers) else None
 
     def _norm_of(self, index: int) -> tuple[Tensor, float] | None:
         """Returns (weight, epsilon) of the RMSNorm before the attention of layer `index`, if a separate op computes it.
 
-        None: there is no such norm, or `Ops.linear` computes it with the product after it.
+        None: there is no such layer or norm, or `Ops.linear` computes the norm together with the product after it.
         """
         plans, layers = self.spec.plans, self.weights.layers
         if index == len(layers) or plans[index].fused_norm or plans[index].norm == "layer" or not plans[index].mixes:
@@ -271,9 +276,9 @@ class Decoder:
         return plan.fused_tail and not self.spec.state_rules
 
     def _sandwich_tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor | None]:
-        """Computes `_after_attention` for layers with norms before and after attention and MLP.
+        """Implements `_after_attention` for layers with norms before and after attention and MLP.
 
-        `Ops.add_norm` computes the norm of an output, the residual sum, and the next norm in one op.
+        `Ops.add_norm` computes three things in one op: norm of the output, residual sum, and the next norm.
         """
         layers, plan, linear = self.weights.layers, self.spec.plans[index], self.ops.linear
         layer, next_layer = layers[index], self._following(index)
@@ -290,10 +295,11 @@ class Decoder:
         return x, None if next_layer is None else linear(h, next_layer.mixer[0], next_layer.qkv_bias, tiling)
 
     def _qkv(self, index: int, x: Tensor, tiling: Tiling, normed: Tensor | None = None) -> Tensor | None:
-        """Computes the first product of a layer: [B, Q, (H + 2 Hkv) * D], q, k and v. None: it has only an MLP.
+        """Computes the first matrix product of a layer: q, k and v, [B, Q, (H + 2 Hkv) * D].
 
-        Outputs of `head_gate`, and those that the recurrent op reads, come after v. A layer without attention has only
-        the latter. With latent attention see `LayerWeights.qkv`.
+        Outputs of `head_gate`, and inputs of the recurrent op, come after v. A layer without attention has only inputs
+        of the recurrent op. With latent attention the outputs are those of `LayerWeights.qkv`. Returns None if the
+        layer has only an MLP.
 
         Args:
             index: index of the layer.
@@ -323,9 +329,10 @@ class Decoder:
     def _normed(
         self, plan: LayerPlan, x: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Returns (norm(x), {}), or (x, {}) if there is no `weight`.
+        """Returns the input of the next matrix product, and options of `Ops.linear` for it.
 
-        If `Ops.linear` can compute the norm with the next product: (x, options of `linear` for the norm).
+        They are (x, {}) without a `weight`. They are (x, options for the norm) if `Ops.linear` can compute the norm.
+        Otherwise they are (norm(x), {}).
         """
         if weight is None:
             return x, {}
@@ -361,9 +368,9 @@ class Decoder:
     def _both_branches(
         self, plan: LayerPlan, factors: BranchFactors, mixed: Tensor, layer: LayerWeights, tiling: Tiling
     ) -> Tensor:
-        """Returns the sum of the output projections of attention and of the recurrent op, for a layer that has both.
+        """Computes the output projections of attention and of the recurrent op, for a layer that has both.
 
-        `mixed` is the result of `_mix`.
+        Multiplies each of them by its factor and returns the sum. `mixed` is the result of `_mix`.
         """
         assert plan.state is not None, "the layer has both"
         assert layer.state is not None, "the layer has both"
@@ -376,9 +383,9 @@ class Decoder:
     def _experts_tail(
         self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the residual stream after a layer with experts (`ExpertsPlan`), and its norm for the next layer.
+        """Returns the residual stream after a layer with experts (`ExpertsPlan`), and the next layer's norm of it.
 
-        The norm is None if it is not computed here. For `attended` and `x` see `_after_attention`.
+        The second result is None if the norm is not computed here. For `attended` and `x` see `_after_attention`.
         """
         plan, layer, norm = self.spec.plans[index], self.weights.layers[index], self._norm_of(index + 1)
         assert plan.experts is not None
@@ -403,10 +410,10 @@ class Decoder:
         return self.ops.experts_normed(*routed, shared=shared, shared_logits=logits, residual=x, norm=norm)
 
     def _latent(self, routed: Routed, shared: Tensor | None, tiling: Tiling) -> Tensor:
-        """Returns the output of experts with `ExpertsPlan.latent`, plus that of the shared expert.
+        """Computes experts with `ExpertsPlan.latent`. Returns their output plus the output of the shared expert.
 
         Args:
-            routed: arguments of the op `experts`.
+            routed: first arguments of `Ops.experts`.
             shared: output of the shared expert. None: there is none.
             tiling: tiles of matrix products.
         """
@@ -418,7 +425,10 @@ class Decoder:
         return self.ops.linear(total, weights.latent_out, None, tiling, residual=shared)
 
     def _routed(self, plan: LayerPlan, x: Tensor, layer: LayerWeights, tiling: Tiling) -> tuple[Tensor, Tensor, Tensor]:
-        """Chooses the experts of each token. Returns their ids and factors (`Ops.route`), and their input, norm(x)."""
+        """Chooses the experts of each token.
+
+        Returns the ids and factors of the chosen experts (see `Ops.route`), and the input of the experts, norm(x).
+        """
         experts, weights = plan.experts, layer.experts
         assert experts is not None
         assert weights is not None
@@ -449,12 +459,12 @@ class Decoder:
     ) -> Tensor:
         """Adds the output of attention or MLP to the residual stream: x + scale * norm(inner weight^T [+ bias]).
 
-        A subclass for ranks sums the products of all ranks here.
+        The subclass for tensor-parallel ranks also sums the products of all ranks here.
 
         Args:
             plan: plan of the layer.
-            inner: result of `_mix` or `_mlp_inner`.
-            weight, bias: the output projection, or the down projection.
+            inner: result of `_mix` or `_mlp_inner`, the input of the projection.
+            weight, bias: output projection of attention, or down projection of the MLP.
             x: the residual stream.
             norm: weight of the norm after the product. None: there is no norm.
             scale: factor on the output.
@@ -468,7 +478,10 @@ class Decoder:
         return x + self._residual_branch(plan, added, norm, scale)
 
     def _residual_branch(self, plan: LayerPlan, added: Tensor, norm: Tensor | None, scale: float) -> Tensor:
-        """Returns scale * norm(added), the term of the residual sum. Without a weight `norm` it is scale * added."""
+        """Returns scale * norm(added), which the caller adds to the residual stream. If `norm` is None: scale * added.
+
+        `norm` is the weight of the norm.
+        """
         added = added if norm is None else self._norm(plan, added, norm)
         return added if scale == 1.0 else added * scale
 
@@ -481,16 +494,17 @@ class Decoder:
         layer: LayerWeights,
         tiling: Tiling,
     ) -> Tensor:
-        """Computes the MLP up to its down projection: norm, gate and up projections, activation. [B, Q, intermediate].
+        """Computes the MLP up to its down projection: norm, gate and up projections, activation.
 
-        `norm` and `bias` are those of the norm before the MLP. None: x is already normed, or there is no norm.
+        Returns [B, Q, intermediate]. `norm` and `bias` are the weight and bias of the norm before the MLP. If `norm` is
+        None, x is already normed, or there is no norm.
         """
         x, options = self._normed(plan, x, norm, bias)
         inner = self._product(x, layer.mlp[0], layer.gate_up_bias, tiling, **plan.gating, **options)
         return inner if plan.gating else self._activated(plan, inner)
 
     def _activated(self, plan: LayerPlan, inner: Tensor) -> Tensor:
-        """Applies the MLP's activation, if `Ops.linear` does not compute it.
+        """Applies the MLP's activation. For layers in which `Ops.linear` does not compute it.
 
         `inner` has gate and up along its last axis, or only up for an MLP without a gate.
         """
@@ -536,21 +550,22 @@ class Decoder:
         self._raw_argmax(hidden, limit, tiling, out)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Computes `argmax` of the logits before they are scaled."""
+        """Implements `argmax` for logits that are neither scaled nor capped."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
         self.head_argmax(x, limit, tiling, out, work=self._work, **options)
 
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
-        """Writes to `out` [R] the id below `limit` with the largest value in the product of x with the LM head.
+        """Multiplies x [R, hidden] with the LM head, and finds the id below `limit` with the largest value in each row.
 
-        `options` are those of `Ops.argmax`, such as the final norm.
+        Writes the ids to `out` [R]. `options` are those of `Ops.argmax`, such as the final norm.
         """
         self.ops.argmax(x, self.weights.head, limit, tiling, out=out, **options)
 
     def _state(self, index: int, rule: StateRule, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes the recurrent op of a layer before its output projection, [B, Q, rule.values].
+        """Computes the recurrent op of a layer, without its output projection: [B, Q, rule.values].
 
-        `product` is the result of `_qkv`. The states of rows are read from the cache, and the new ones written to it.
+        `product` is the result of `_qkv`. The op reads the recurrent state of each row from the cache, and writes the
+        new state to it.
         """
         place, states, weights, ops = self._state_places[index], self.cache.states, layer.state, self.ops
         assert weights is not None, "the layer is recurrent"
@@ -580,7 +595,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         """Returns the inputs of `Ops.selective_scan` (Mamba-1), computed from x, the result of its convolution.
 
-        They are x, normed B and normed C, joined along the last axis; and each channel's step before bias and softplus.
+        The first is x, normed B and normed C, concatenated along the last axis. The second is the time step of each
+        channel, before bias and softplus.
         """
         assert weights.select is not None, "Mamba-1 has these weights"
         assert weights.step_out is not None, "Mamba-1 has these weights"
@@ -593,9 +609,9 @@ class Decoder:
         return torch.cat((x, b, c), dim=-1), self.ops.linear(step, weights.step_out, None, rows.tiling)
 
     def _with_gates(self, rule: DeltaRule, weights: StateWeights, product: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the input of `Ops.delta_rule` for a rule with `rank`, from `product`, the result of `_qkv`.
+        """Returns the input of `Ops.delta_rule` for a rule with low-rank decays and gate (`DeltaRule.rank`).
 
-        The second products of decays and of the gate z are computed here.
+        `product`, the result of `_qkv`, has the first of their two products. The second is computed here.
         """
         assert weights.decay_out is not None, "a rule with a rank has a second product of decays"
         assert weights.gate_out is not None, "a rule with a rank has a second product of z"
@@ -605,9 +621,9 @@ class Decoder:
         return torch.cat((mixed, z, b, a), dim=-1)
 
     def _attend(self, index: int, layer: LayerWeights, qkv: Tensor, rows: ForwardBatch) -> Tensor:
-        """Computes attention before the output projection, and the output gate if the layer has one: [B, Q, H * D].
+        """Computes attention, and the output gate if the layer has one, without the output projection.
 
-        `qkv` is the result of `_qkv`.
+        Returns [B, Q, H * D]. `qkv` is the result of `_qkv`.
         """
         plan = self.spec.plans[index]
         if plan.head_gate:
@@ -668,13 +684,14 @@ class Decoder:
         return torch.cat((query, torch.cat(parts, dim=-1).flatten(-2), values.flatten(-2)), dim=-1)
 
     def _with_values(self, index: int, product: Tensor, lent: dict[int, Tensor]) -> Tensor:
-        """Returns q, k and v of a layer: adds shared k and v (`LayerPlan.shares`), v = k, and the norm of v.
+        """Returns q, k and v of a layer, after three changes that its plan may ask for.
 
-        A layer with shared keys writes the same bits to the same cache pages as the layer that it shares them with.
+        The changes are: k and v of an earlier layer are appended (`LayerPlan.shares`), v is a copy of k, v is normed.
+        A layer with shared k and v writes them again to the pages of the earlier layer, with the same bits.
 
         Args:
             index: index of the layer.
-            product: result of `_qkv`. Without k and v if they are shared.
+            product: result of `_qkv`. It has no k and v if the layer shares those of another layer.
             lent: see `_layer`.
         """
         plan = self.spec.plans[index]
@@ -695,7 +712,7 @@ class Decoder:
         return qkv
 
     def _norms(self, index: int) -> HeadNorms | None:
-        """Returns the norms of query and key heads that `Ops.attend` computes.
+        """Returns weights and epsilon of the norms of query and key heads, if `Ops.attend` computes these norms.
 
         None: the layer has no such norms, or another op computes them.
         """
@@ -721,9 +738,10 @@ class Decoder:
             index: index of the layer.
             qkv: [B, Q, (H + 2 Hkv) * D].
             rows: the tokens of the pass.
-            rotation: tables with which q and k are rotated first. None: they are not rotated here.
-            norms: norms of query and key heads, computed first. None: they are not computed here.
-            rule: window, scale and softcap.
+            rotation: cos and sin tables with which q and k are rotated first. None: they are not rotated here.
+            norms: weights and epsilon of the norms of query and key heads, which come before the rotation. None: these
+                norms are not computed here.
+            rule: window, scale and softcap of the layer.
             sinks: see `LayerWeights.sinks`.
 
         Returns:
@@ -775,7 +793,7 @@ class Decoder:
         return torch.cat([*normed, value], dim=-1)
 
     def _scaled_queries(self, qkv: Tensor, factors: Tensor, positions: Tensor) -> Tensor:
-        """Multiplies the queries in qkv by `factors` [positions] at their positions. Rope may come before or after."""
+        """Multiplies each query in qkv by the element of `factors` [positions] at its position. Returns the new qkv."""
         heads = self.spec.num_heads * self.spec.head_dim
         at = positions.clamp(max=factors.shape[0] - 1)
         query = qkv[..., :heads] * factors[at][..., None].to(qkv.dtype)
@@ -783,7 +801,10 @@ class Decoder:
 
 
 def _row_factors(spec: ModelSpec, plan: LayerPlan, device: torch.device) -> Tensor:
-    """Returns the factor on each output of `_qkv` for a layer with attention and a recurrent state: fp32 [outputs]."""
+    """Returns the factor on each output of the first product of a layer: fp32 [outputs].
+
+    The layer has attention and a recurrent state; `plan.factors` has one factor for each part of the outputs.
+    """
     factors, rule = plan.factors, plan.state
     assert factors is not None, "the layer has both"
     assert isinstance(rule, MambaRule), "the layer has both"

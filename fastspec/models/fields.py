@@ -63,9 +63,9 @@ def check_sizes(raw: Mapping[str, Any], path: str, *, native: bool) -> None:
 
 
 def with_floats(value: Any) -> Any:
-    """Converts numbers that JSON does not have: transformers stores infinity as {"__float__": "Infinity"}.
+    """Converts numbers that JSON does not have to floats. transformers stores them as {"__float__": "Infinity"}.
 
-    Returns anything else unchanged.
+    Also converts them inside lists and objects. Returns anything else unchanged.
     """
     if isinstance(value, list):
         return [with_floats(each) for each in value]
@@ -93,7 +93,7 @@ class ConfigFields:
         raise UnsupportedModel(f"{field}={got!r} is not supported, wanted {wanted}; {self.supported}")
 
     def get(self, field: str) -> Any:
-        """Returns the value without a check. None if there is none."""
+        """Returns the value of a field without a check. None if the config lacks the field."""
         # a family's config class declares only its own fields, and transformers itself reads others in this way
         return getattr(self.config, field, None)
 
@@ -139,9 +139,9 @@ class ConfigFields:
         return float(value)
 
     def layer_types(self, layers: int, *kinds: str) -> tuple[str, ...] | None:
-        """Returns the type of each layer, which must be one of `kinds`. Default: types of attention.
+        """Returns the type of each layer, which must be one of `kinds`. None if the config has no `layer_types`.
 
-        None if the config has none.
+        Default kinds: "full_attention" and "sliding_attention". `layers` is the number of layers.
         """
         kinds = kinds or ("full_attention", "sliding_attention")
         types = self.get("layer_types")

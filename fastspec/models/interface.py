@@ -15,7 +15,10 @@ from fastspec.shapes import ForwardBatch, Tiling
 
 
 class ModelInfo(Protocol):
-    """Sizes of a model, known before its weights are loaded. `ModelSpec` implements it for native models."""
+    """Sizes of a model, known before its weights are loaded.
+
+    `ModelSpec` implements it for models that this package's decoder runs, `HostedInfo` for models of transformers.
+    """
 
     @property
     def family(self) -> str:
@@ -43,7 +46,7 @@ class ModelInfo(Protocol):
 
     @property
     def hosting(self) -> str:
-        """Description of the modules that are replaced in transformers' own model, if that model runs. Else empty."""
+        """Description of the modules that are replaced in transformers' model. Empty: this package's decoder runs."""
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -80,7 +83,10 @@ class ModelInfo(Protocol):
         """Returns the bytes of the model's rotary tables for `positions` positions."""
 
     def state_bytes(self, max_drafts: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of the recurrent states of one row, for steps of up to `max_drafts` drafts. 0: none."""
+        """Returns the bytes of the recurrent states of one row, for steps of up to `max_drafts` draft tokens.
+
+        0 if the model has no recurrent states.
+        """
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of all weights as loaded in `dtype`. A matrix that is used twice counts once."""
@@ -117,7 +123,10 @@ class ModelSource(Protocol):
 
     @property
     def module(self) -> nn.Module | None:
-        """The user's loaded torch module, if it is the source. Its device is then the default device. Else None."""
+        """Loaded torch module from which the weights come. None: they come from files.
+
+        The device of the module is the default device of the generator.
+        """
 
 
 class CausalModel(Protocol):
@@ -136,8 +145,8 @@ class CausalModel(Protocol):
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Returns the result of `hidden`, and the residual stream after each of `layers`, [B, Q, len(layers), hidden].
 
-        Layer -1 is the embedding. Layer `num_layers` is the output of the final norm. Called only if the proposer has
-        `features`.
+        Layer -1 is the embedding. Layer `num_layers` is the output of the final norm. Called only for a proposer that
+        reads these hidden states.
         """
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
@@ -151,7 +160,7 @@ class CausalModel(Protocol):
 
 
 def states_of(model: object) -> StateCache | None:
-    """Returns a model's recurrent states. None: it has none."""
+    """Returns the cache of a model's recurrent states. None if the model has no recurrent states."""
     found: StateCache | None = getattr(getattr(model, "cache", None), "states", None)
     return found
 
@@ -161,14 +170,17 @@ class VocabParallel(Protocol):
     """Model whose vocabulary is split over ranks. A greedy step needs only the largest logit of each rank."""
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """Returns the largest logit of each rank's part of the vocabulary, as `PartKeys`, for the result of `hidden`.
+        """Returns the largest logit in each rank's part of the vocabulary, as `PartKeys`.
 
-        None if a greedy step needs all logits of this model.
+        `hidden` is the result of `CausalModel.hidden`. Returns None if a greedy step needs all logits of this model.
         """
 
 
 def is_recurrent(model: object) -> bool:
-    """True if a model has recurrent states. A row's length masks rejected K/V, but cannot mask a recurrent state."""
+    """True if a model has recurrent states.
+
+    Attention ignores the K/V of rejected draft tokens because of the row's length. A recurrent state has no such mask.
+    """
     return states_of(model) is not None
 
 
@@ -177,7 +189,7 @@ class Pending(Protocol):
 
     @property
     def fill(self) -> Callable[[], None]:
-        """Function that reads the weights from their files. It may run in another thread."""
+        """Function that reads the weights from their files into this memory. It may run in another thread."""
 
     @property
     def cancel(self) -> Callable[[], None]:

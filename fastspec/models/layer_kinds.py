@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 def one_of_each(plans: Sequence[LayerPlan], layers: Sequence[LayerWeights]) -> list[int]:
     """Returns indices of layers that together launch all kernels of the model: the first of each kind, and the last.
 
-    Two layers are of one kind if they have the same plan and matrix formats, and so have the layers after them: a layer
-    also computes the first matrix product of the next layer. If some layers are recurrent, or have only attention or
-    only an MLP, all layers are returned. The tensors between layers then differ in size.
+    Two layers are of one kind if their plans and matrix formats are equal, and those of the layers after them are also
+    equal. The next layer counts because a layer also computes the first matrix product of the next one. If some layers
+    are recurrent, or have only attention or only an MLP, all layers are returned. The tensors between such layers
+    differ in size.
     """
     count = len(layers)
     if any(plan.state is not None or not (plan.attends and plan.feeds) for plan in plans):

@@ -1,16 +1,16 @@
-"""LAYER: a table with one row for each tensor of a decoder layer. MODEL: the same for tensors outside of layers.
+"""LAYER: a table with one row for each tensor of a decoder layer. MODEL: a table of the tensors outside of layers.
 
 Shapes, stored names, bytes, the slices that ranks load, and fields of loaded weights all come from these rows. A new
-tensor of a family needs one row here and one field of the weights below.
+tensor of a family needs one row here, and one field in a class of weights below.
 
-A row gives the shape of its tensor as names of axes. `axes_of` has the axes of a layer. An axis has a number of
-elements, and a rule by which tensor-parallel ranks share them:
+A row gives the shape of its tensor as names of axes. `axes_of` returns the axes of a layer by name. An axis has a
+number of elements, and a rule by which tensor-parallel ranks share the elements:
 
 | rule     | a rank's elements                                                                      |
 |----------|----------------------------------------------------------------------------------------|
 | whole    | all                                                                                    |
 | heads    | an equal number of whole heads                                                         |
-| kv_heads | the same; with fewer heads than ranks, several ranks have the same head                |
+| kv_heads | whole heads, as above; with fewer heads than ranks, several ranks have the same head   |
 | even     | an equal number                                                                        |
 | packed   | a range of an expert's columns, a multiple of the columns that kernels read together   |
 | vocab    | an equal number of rows of the LM head; all, if parts are not multiples of 16 rows     |
@@ -124,7 +124,7 @@ class LayerWeights:
         input_norm, post_norm: [hidden], norm weights before attention and before the MLP.
         attended_norm, mlp_norm: [hidden], weights of the norms of the outputs of attention and MLP.
         input_norm_bias, post_norm_bias: [hidden].
-        qkv: [(H + 2 * Hkv) * D, hidden]: query rows first, then key, then value, then those of an output gate.
+        qkv: [(H + 2 * Hkv) * D, hidden]: query rows first, then key rows, value rows, and rows of an output gate.
             In a recurrent layer without attention: [rows, hidden], the input projection of its rule. With latent
             attention (`LatentPlan`): rows of q, or of the first projection of q, then c and r. None: the layer has
             only an MLP.
@@ -133,7 +133,7 @@ class LayerWeights:
         head_gate: [H, hidden], projection to the gate of each head's output.
         o: [hidden, H * D]; in a recurrent layer without attention [hidden, values].
         o_bias: [hidden].
-        gate_up: [2 * intermediate, hidden], gate rows first; without a gate half of it.
+        gate_up: [2 * intermediate, hidden], gate rows first. An MLP without a gate has only up rows.
         gate_up_bias: bias of gate_up.
         down: [hidden, intermediate].
         down_bias: [hidden].
@@ -175,20 +175,20 @@ class LayerWeights:
 
     @property
     def mlp(self) -> tuple[Weight, Weight]:
-        """(gate_up, down) of a layer with a dense MLP or a shared expert."""
+        """Matrices (gate_up, down) of a layer with a dense MLP or a shared expert."""
         assert self.gate_up is not None, "a mixture without a shared expert has no MLP"
         assert self.down is not None, "a layer with gate_up has down"
         return self.gate_up, self.down
 
     @property
     def mixer(self) -> tuple[Weight, Weight]:
-        """(qkv, o) of a layer with attention or a state."""
+        """Matrices (qkv, o) of a layer with attention or a recurrent state."""
         assert self.qkv is not None, "the layer has more than an MLP"
         assert self.o is not None, "a layer with qkv has o"
         return self.qkv, self.o
 
     def matrix(self, place: str) -> Weight | None:
-        """Returns the matrix in a field, such as "qkv" or "state.gates". None: the layer has no matrix there."""
+        """Returns the matrix in the field `place`, such as "qkv" or "state.gates". None: there is no matrix."""
         found: object = self
         for name in place.split("."):
             found = getattr(found, name, None)
@@ -197,10 +197,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InputWeights:
-    """Weights from which the inputs of all layers are computed (Gemma 4), for L layers with inputs of P elements.
+    """Weights from which the per-layer inputs of Gemma 4 are computed, for L layers with inputs of P elements.
 
     Attributes:
-        embed: [V, L * P], an embedding with the inputs of all layers.
+        embed: [V, L * P], a second embedding, with a part for each layer.
         projection: [L * P, hidden], projection of the usual embedding of a token.
         norm: [P], weight of the norm after the projection.
     """
@@ -215,9 +215,9 @@ class DecoderWeights:
     """All weights of one decoder, of one dtype on one device.
 
     Attributes:
-        embed, head: [V, hidden]. `head is embed` if they are tied.
+        embed, head: [V, hidden], embedding and LM head. If they are tied, both fields hold the same object.
         norm, norm_bias: [hidden], weight and bias of the norm before the head.
-        inputs: weights from which the inputs of layers are computed. None: layers have no inputs.
+        inputs: weights of the per-layer inputs (Gemma 4). None: layers have no such inputs.
     """
 
     embed: Weight
@@ -232,7 +232,7 @@ class DecoderWeights:
         return sum(each.nbytes for each in self._held())
 
     def matrices(self) -> list[Weight]:
-        """Returns every matrix, without those of routed experts. A tied head counts once."""
+        """Returns all matrices except those of routed experts. A tied head is listed once."""
         return [each for each in self._held() if isinstance(each, Weight)]
 
     def _held(self) -> list[Weight | ExpertWeights | Tensor]:
@@ -285,7 +285,7 @@ class Axis(NamedTuple):
         return Cut(found.start * self.each, found.stop * self.each)
 
     def piece(self, parts: int) -> int:
-        """Returns how many elements one matrix product computes, if bits must not depend on the number of ranks.
+        """Returns the number of elements that one matrix product covers if all numbers of ranks must give equal bits.
 
         This is one head, or one of `parts` equal parts of the axis. For `parts` see `RankShare`.
         """
@@ -293,7 +293,10 @@ class Axis(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Part of a tensor that a rank loads: ranges of rows, which are stacked, and a range of columns. None: all."""
+    """Part of a tensor that a rank loads: ranges of rows, which are stacked, and a range of columns.
+
+    `columns` is None if all columns are loaded.
+    """
 
     rows: tuple[Cut, ...]
     columns: Cut | None = None
@@ -320,11 +323,11 @@ class TableRow:
     """One tensor of a layer, which may be fused from several stored tensors.
 
     Attributes:
-        name: name of the row, with which `ModelFamily.names` renames its stored tensors.
-        stored: names in a checkpoint, without the layer's prefix and `leaf`; {} is the number of an expert. Without
-            names the row is not used.
+        name: name of the row. Families use it as a key of `ModelFamily.names`, to rename the stored tensors.
+        stored: names in a checkpoint, without the layer's prefix and `leaf`; {} is the index of an expert. Empty: only
+            families that give it names use the row.
         rows: axes along the first dimension. Each entry has the axis, or the axes, of one stored tensor. A family may
-            store all of them in one tensor.
+            store all of these tensors as one.
         columns: axes of the other dimensions.
         kind: "matrix": a `Weight`. "stack": the same matrix of all experts. "vector": in the model's dtype. "norm":
             in `ModelSpec.norm_dtype`. "exact": in fp32.
@@ -337,8 +340,8 @@ class TableRow:
         tree: see `Weight.tree`.
         apart: field for the second half of the stored tensors, if it is not stored in the format of the first half.
             Empty: all have one format.
-        joins: for a tensor of a shared expert, name of the row with the same tensor of routed experts. It may be loaded
-            into that row's weight, as one more expert.
+        joins: for a tensor of a shared expert, name of the row with the same tensor of routed experts. The shared
+            expert's tensor may be loaded into the weight of that row, as one more expert.
         mixed: True if rows of several axes are stored together, head by head. Ranks then split these axes together.
     """
 
@@ -365,16 +368,19 @@ class TableRow:
 
     @property
     def takes_shared(self) -> bool:
-        """True if the tensor of a shared expert may be loaded into this row's weight, see `joins`."""
+        """True if a shared expert's tensor may be loaded into the weight of this row, as one more expert."""
         return any(row.joins == self.name for row in LAYER)
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes of all rows, in the order in which they are stacked."""
+        """Names of the axes along the first dimension, in the order in which their elements are stacked."""
         return tuple(axis for part in self.rows for axis in ((part,) if isinstance(part, str) else part))
 
     def cut(self, axes: Mapping[str, Axis]) -> Literal["rows", "columns"] | None:
-        """Returns the dimension that is split over ranks. None: every rank has the whole tensor."""
+        """Returns the dimension of the tensor that is split over ranks. None: every rank has the whole tensor.
+
+        `axes` is the result of `axes_of`.
+        """
         if any(axes[axis].rule != "whole" for axis in self.axes):
             return "rows"
         return "columns" if self.columns and axes[self.columns[0]].rule != "whole" else None
@@ -384,7 +390,10 @@ class TableRow:
         return renamed.get(self.name, self.stored)
 
     def groups(self, stored: int) -> tuple[tuple[str, ...], ...]:
-        """Returns the row axes of each stored tensor, if there are `stored` of them."""
+        """Returns, for each stored tensor, its axes along the first dimension.
+
+        `stored` is the number of tensors in the checkpoint. A single tensor has all axes.
+        """
         if stored == len(self.rows):
             return tuple((part,) if isinstance(part, str) else part for part in self.rows)
         return (self.axes,)
@@ -393,7 +402,8 @@ class TableRow:
 def qkv_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
     """Returns the index of the stored row for each loaded row of q, k, v and output gate. None: as stored.
 
-    With an output gate, the stored q rows are query and gate for each head. The fused matrix has all gates last.
+    With an output gate, a checkpoint stores the rows of each head's query, followed by the rows of its gate. The loaded
+    matrix has the rows of all gates last.
     """
     dim, heads, kv_rows = spec.head_dim, spec.num_heads, spec.num_kv_heads * spec.head_dim
     in_head = spec.head_order or list(range(dim))
@@ -425,9 +435,9 @@ def k_norm_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
 
 
 def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
-    """Returns the index of the stored row for each loaded row of q, k, v, z, b and a.
+    """Returns the index of the stored row for each loaded row of q, k, v, z, b and a (gated delta rule).
 
-    They are stored grouped by key head: first q, k, v and z of each group, then b and a of each group.
+    A checkpoint stores them by key head: first q, k, v and z of each key head, then b and a of each key head.
     """
     rule = plan.state
     assert isinstance(rule, DeltaRule), "the layer has the gated delta rule"
@@ -436,11 +446,11 @@ def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
     each = 2 * rule.key_dim + 2 * own
 
     def of_heads(start: int, size: int) -> list[int]:
-        """Returns the stored rows start..start+size-1 of q, k, v and z of each group."""
+        """Returns indices of stored rows: those from `start` to `start + size - 1` of each key head's q, k, v and z."""
         return [head * each + at for head in range(rule.key_heads) for at in range(start, start + size)]
 
     def gates(start: int) -> list[int]:
-        """Returns the stored rows of b (`start` 0) or of a (`start` = served) in all groups."""
+        """Returns indices of the stored rows of b (`start` = 0) or of a (`start` = `served`), for all key heads."""
         first = rule.key_heads * each
         return [first + head * 2 * served + at for head in range(rule.key_heads) for at in range(start, start + served)]
 
@@ -452,7 +462,7 @@ def delta_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
 def latent_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
     """Returns the index of the stored row for each loaded row of q, c and r (`LatentPlan`). None: as stored.
 
-    With two products of queries, the rows of the first one take the place of q.
+    If queries have two projections, the rows of the first one take the place of q.
     """
     latent, order = plan.latent, _latent_head_order(spec, plan)
     assert latent is not None, "the layer has latent attention"
@@ -463,7 +473,7 @@ def latent_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
 
 
 def _shared_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
-    """Returns the index of the stored row for each loaded row of r."""
+    """Returns the index of the stored row for each loaded row of r (`LatentPlan`)."""
     latent, order = plan.latent, _latent_head_order(spec, plan)
     assert latent is not None
     assert order is not None
@@ -479,7 +489,10 @@ def latent_q_order(spec: ModelSpec, plan: LayerPlan) -> list[int] | None:
 
 
 def latent_expand_order(spec: ModelSpec, plan: LayerPlan) -> list[int]:
-    """Returns the index of the stored row for each loaded row of k1 and v, which are stored head by head."""
+    """Returns the index of the stored row for each loaded row of k1 and v (`LatentPlan`).
+
+    A checkpoint stores k1 and v of each head together. The loaded matrix has k1 of all heads, then v of all heads.
+    """
     latent = plan.latent
     assert latent is not None, "the layer has latent attention"
     each, heads = latent.plain + latent.value, range(spec.num_heads)
@@ -585,7 +598,7 @@ _MAMBA = ("values", "values", "groups", "groups", "value_heads")  # z, x, B, C a
 
 
 def _rows(when: Condition, *rows: TableRow) -> tuple[TableRow, ...]:
-    """Adds the condition `when` to rows."""
+    """Returns the rows with one more condition, `when`: a layer has their tensors only if it is true for its plan."""
 
     def both(own: Condition) -> Condition:
         return lambda plan: when(plan) and own(plan)
@@ -863,7 +876,7 @@ MODEL: Final[tuple[TableRow, ...]] = (
 
 
 def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[str, Axis]:
-    """Returns the axes of a layer by their names in the table.
+    """Returns the axes of a layer: name in the table -> axis.
 
     Args:
         spec: spec of the model.
@@ -936,8 +949,8 @@ class StoredTensor(NamedTuple):
 
     Attributes:
         name: name without the layer's prefix.
-        kind: kind of its row; "norm" for the bias of a norm.
-        rows: axes of its first dimension, in the order in which they are stacked.
+        kind: `TableRow.kind` of its row. A bias has kind "norm" or "vector".
+        rows: axes of its first dimension, in the order in which their elements are stacked.
         columns: axes of the other dimensions.
         mixed: True if rows of all axes are stored together, head by head.
     """
@@ -993,7 +1006,7 @@ def _stored(
 
 
 def _by_layer(spec: ModelSpec) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields every stored tensor of a model with its full name."""
+    """Yields (full name, stored tensor) for every tensor of a model. A tied head is left out."""
     plan = spec.plans[0]
     for row in MODEL:
         if row.when(plan) and (row.name != "head" or not spec.tied):
@@ -1026,15 +1039,15 @@ def slices_of(spec: ModelSpec, share: RankShare, unit: int = 1) -> dict[str, Sli
 
 
 def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Returns the bytes of all tensors with matrices in `dtype`."""
+    """Returns the bytes of all tensors of a model, if its matrices have the dtype `dtype`. A tied head counts once."""
     sizes = {"norm": spec.norm_dtype(dtype).itemsize, "exact": torch.float32.itemsize}
     return sum(math.prod(each.shape) * sizes.get(each.kind, dtype.itemsize) for _, each in _by_layer(spec))
 
 
 def pieces_of(row: TableRow, spec: ModelSpec, plan: LayerPlan, own: Mapping[str, Axis], parts: int) -> list[int]:
-    """Returns the number of rows of each piece into which a rank splits a weight, to multiply each piece separately.
+    """Returns the number of rows of each piece of a rank's weight. Each piece has a matrix product of its own.
 
-    The shapes of the pieces are the same for any number of ranks, so bits do not depend on that number.
+    The shapes of the pieces are the same for any number of ranks. So the bits of results do not depend on that number.
 
     Args:
         row: row of the table for the weight.

@@ -1,6 +1,7 @@
-"""Natural pairs: small published models with the tokenizer of larger ones, from `pairs.json`. Needs no network.
+"""Natural pairs of target and draft: a published model, and a smaller one with the same tokenizer.
 
-The table only gives hints. Loaded models are always compared token by token (`vocab.shared_vocab`).
+The pairs come from the table `pairs.json`, without network. The table only gives hints. Loaded models are always
+compared token by token (`vocab.shared_vocab`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class TokenizerGroup:
 
     Attributes:
         name: name for messages.
-        tokenizer: name of the tokenizer. Models of groups with the same one may be paired.
-        types: `model_type` of their configs.
-        vocab_sizes: rows of their embeddings, which may be padded differently.
+        tokenizer: name of the tokenizer. Models of two groups may be paired if the groups have the same tokenizer.
+        types: values of `model_type` in configs of these models.
+        vocab_sizes: numbers of embedding rows of these models, which may be padded differently.
         marker: (token id, its text), by which a tokenizer file is recognised. No other group of the same type and size
-            has this pair.
+            has this pair. None: the group needs no marker.
         models: Hub id -> parameters in billions (in a mixture of all experts), ascending. Each may draft for a larger
             one.
     """
@@ -42,9 +43,9 @@ class TokenizerGroup:
     models: tuple[tuple[str, float], ...]
 
     def drafts(self, billions: float | None) -> list[str]:
-        """Returns models small enough to draft for a model of `billions` parameters, smallest first.
+        """Returns models that are small enough to draft for a model with `billions` of parameters, smallest first.
 
-        None: its size is unknown. Then the two smallest models of the group are returned.
+        If `billions` is None, the size is unknown. Then the two smallest models of the group are returned.
         """
         if billions is None:
             return [name for name, _ in self.models[:2]]
@@ -56,7 +57,7 @@ _TABLE: Final = Path(__file__).with_suffix(".json")
 
 
 def _group(row: dict[str, Any]) -> TokenizerGroup:
-    """Makes one group from a row of the table. JSON has lists instead of tuples, and an object for `models`."""
+    """Makes one group from a row of the table. Converts JSON's lists, and the object `models`, to tuples."""
     marker, lists = row["marker"], {name: tuple(row[name]) for name in ("types", "vocab_sizes")}
     return TokenizerGroup(
         row["name"], row["tokenizer"], **lists, marker=marker and tuple(marker), models=tuple(row["models"].items())
@@ -68,13 +69,13 @@ GROUPS: Final = tuple(_group(row) for row in json.loads(_TABLE.read_text("utf-8"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Group and drafts of one model.
+    """Result of `natural_pairs`: the tokenizer group of a model, and the drafts that fit the model.
 
     Attributes:
         model: name that the user gave.
-        group: group of the model.
-        drafts: drafts that fit, smallest first. Empty: the table has none that is small enough.
-        by: description of how the model was recognised.
+        group: tokenizer group of the model.
+        drafts: drafts that fit, smallest first. Empty: the table has no draft that is small enough.
+        by: description of how the model was recognised, such as "by its name".
     """
 
     model: str
@@ -83,7 +84,7 @@ class Found:
     by: str
 
     def __str__(self) -> str:
-        """Formats the group, and a command for each draft, one a line."""
+        """Formats the group as the first line, then one command line for each draft."""
         head = f"{self.model}: {self.group.name} ({self.by})"
         if not self.drafts:
             return (
@@ -94,7 +95,7 @@ class Found:
 
 
 def natural_pairs(model: str) -> Found | None:
-    """Returns drafts that fit a model, by its Hub id or by the files of its directory. Downloads nothing.
+    """Finds drafts that fit a model, by its Hub id or by the files of its directory. Downloads nothing.
 
     Args:
         model: a directory with config.json, or a Hub id. If the table does not have the id, the model is recognised by
@@ -117,7 +118,7 @@ def natural_pairs(model: str) -> Found | None:
 
 
 def _in_cache(model: str) -> Path | None:
-    """Returns the directory with the files of a Hub id, if they were downloaded before."""
+    """Returns the directory with the files of a Hub id. None if they were not downloaded before."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -128,9 +129,9 @@ def _in_cache(model: str) -> Path | None:
 
 
 def suggestion(*models: str) -> str:
-    """Returns the end of an error message: drafts that fit the first of these models for which the table has some.
+    """Returns a clause with names of drafts, for the end of an error message.
 
-    Empty if it has none.
+    The drafts fit the first of `models` for which the table has drafts. Empty if it has none for any of them.
     """
     for model in models:
         found = natural_pairs(model)
@@ -146,9 +147,10 @@ def public_name(model: str) -> str:
 
 
 def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float | None] | None:
-    """Returns the group of a Hub id, and the billions of parameters that a token reads. None: unknown.
+    """Returns the group of a Hub id, and the billions of parameters that a forward pass reads for one token.
 
-    Without `exact` a longer name that begins with a known name is accepted too.
+    Unless `exact` is set, a longer name that begins with a known name is accepted too. Returns None if the name is
+    unknown.
     """
     asked = model.lower()
     for group in GROUPS:
@@ -170,7 +172,7 @@ def _by_name(model: str, *, exact: bool = False) -> tuple[TokenizerGroup, float 
 
 
 def _read(name: str, billions: float) -> float:
-    """Returns the billions of parameters that a token reads.
+    """Returns the billions of parameters that a forward pass reads for one token.
 
     In a mixture of experts only the chosen and shared experts count.
 
@@ -183,9 +185,10 @@ def _read(name: str, billions: float) -> float:
 
 
 def _by_files(directory: Path) -> TokenizerGroup | None:
-    """Returns the group of a local checkpoint. None: no group matches, or several do.
+    """Returns the group of a local checkpoint. None: no group matches, or several groups match.
 
-    Compares model_type and vocabulary size. If several groups match, their `marker` is searched in tokenizer.json.
+    Compares model_type and vocabulary size. If several groups match, tokenizer.json decides: it must contain the
+    `marker` of the group.
     """
     config = _json(directory / "config.json")
     text = config.get("text_config")
@@ -202,9 +205,9 @@ def _by_files(directory: Path) -> TokenizerGroup | None:
 
 
 def _billions(directory: Path) -> float | None:
-    """Estimates the billions of parameters that a token reads, from the sizes of the files, at two bytes a parameter.
+    """Estimates the billions of parameters that a forward pass reads for one token, from the sizes of weight files.
 
-    None: there are no weights.
+    Counts two bytes as one parameter. Returns None if there are no weight files.
     """
     stored = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     config = _json(directory / "config.json")
@@ -214,7 +217,7 @@ def _billions(directory: Path) -> float | None:
 
 
 def _number(config: Any, *names: str) -> int | None:
-    """Returns the value of the first of these fields that has a whole number."""
+    """Returns the value of the first field in `names` that is a whole number. None if there is none."""
     found = [config.get(name) for name in names] if isinstance(config, dict) else []
     return next((each for each in found if type(each) is int), None)
 

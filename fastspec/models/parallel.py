@@ -33,7 +33,7 @@ class Pieces(NamedTuple):
 
     Attributes:
         rows: pieces of a weight that is split by rows, or the whole weight. Empty for o and down projections.
-        columns: range of K and piece, for o and down projections. Empty for other weights.
+        columns: pairs (range of K, piece) of an o or down projection. Empty for other weights.
     """
 
     rows: tuple[Weight, ...]
@@ -45,12 +45,12 @@ class ParallelDecoder(Decoder):
 
     K of the o and down projections is split into `RankShare.parts` parts. Partial sums of the parts are added as one
     binary tree, of which this rank computes a subtree. With `RankShare.one_tree` the rows of other weights are also
-    split into pieces. Then every product has the same shape on any number of ranks, so bits do not depend on it.
+    split into pieces. Then every product has the same shape on any number of ranks, so results have the same bits.
 
     Args:
         spec: spec of this rank's part.
-        weights, cache, ops, **sizes: see Decoder.
-        sliced: this rank, and the spec of the whole model.
+        weights, cache, ops, **sizes: see `Decoder`.
+        sliced: share of this rank, and spec of the whole model.
         exchange: all-reduce and all-gather between the ranks.
     """
 
@@ -105,9 +105,10 @@ class ParallelDecoder(Decoder):
             self._experts[id(layer)] = self._experts_of(layer.experts, plan.experts.width)
 
     def _experts_of(self, weights: ExpertWeights, width: int) -> list[ExpertWeights]:
-        """Splits the intermediate size `width` of experts into this rank's parts.
+        """Splits this rank's experts along their intermediate size, and returns one `ExpertWeights` for each part.
 
-        Outputs of all parts are added, so only the first part of rank 0 has the bias of the down projection.
+        `width` is the intermediate size on this rank. Outputs of all parts are added, so only the first part of rank 0
+        has the bias of the down projection.
         """
         if self._share.own_parts == 1:
             parts = [weights]
@@ -117,23 +118,23 @@ class ParallelDecoder(Decoder):
         return parts[:first] + [replace(part, down_bias=None) for part in parts[first:]]
 
     def _rows_of(self, weight: Weight, rows: int | list[int]) -> Pieces:
-        """Splits a weight into pieces of `rows` rows. Without `RankShare.one_tree` it stays one piece.
+        """Splits a weight by rows. Without `RankShare.one_tree` it stays one piece.
 
-        A list has the number of rows of each piece.
+        `rows` is the number of rows of every piece, or a list with the number of rows of each piece.
         """
         if not self._share.one_tree:
             return Pieces((weight,), ())
         return Pieces(tuple(Weight(piece) for piece in weight.data.split(rows)), ())
 
     def _columns_of(self, weight: Weight) -> Pieces:
-        """Splits the columns of a weight into this rank's parts of K."""
+        """Splits a weight by columns, so that each piece has one of this rank's parts of K."""
         k = weight.shape[1]
         if self._share.own_parts == 1:
             return Pieces((), ((Cut(0, k), weight),))
         return Pieces((), tuple((cut, Weight(weight.data[:, slice(*cut)])) for cut in self._parts_of(k)))
 
     def _parts_of(self, k: int) -> list[Cut]:
-        """Returns the range of each of this rank's parts of `k` columns."""
+        """Returns the column range of each of this rank's parts. `k` is the number of columns that this rank has."""
         own = self._share.own_parts
         return [Cut(part * k // own, (part + 1) * k // own) for part in range(own)]
 
@@ -157,7 +158,8 @@ class ParallelDecoder(Decoder):
     ) -> list[Tensor]:
         """Returns the product of x with each piece of a weight that is split by rows.
 
-        `norm` has weight and epsilon of an RMSNorm that is applied to x first. `options` are those of `Ops.linear`.
+        `norm` is (weight, epsilon) of an RMSNorm that is applied to x first. None: no norm. `options` are those of
+        `Ops.linear`.
         """
         pieces = self._pieces[id(weight)].rows
         if norm is not None:
@@ -202,7 +204,7 @@ class ParallelDecoder(Decoder):
         return x + self._residual_branch(plan, added, norm, scale)
 
     def _partials(self, given: Tensor, weight: Weight, tiling: Tiling) -> list[Tensor]:
-        """Returns the fp32 partial sum of `given` weight^T over each of this rank's parts of K.
+        """Returns the product `given` weight^T for each of this rank's parts of K, in fp32. Their sum is not computed.
 
         K is the last axis of `given`, and the columns of `weight`.
         """
@@ -215,7 +217,7 @@ class ParallelDecoder(Decoder):
     def _experts_tail(
         self, index: int, attended: Tensor | None, x: Tensor, tiling: Tiling
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes `Decoder._experts_tail`. Every rank has the whole router, and some columns of each expert.
+        """Implements `Decoder._experts_tail`. Every rank has the whole router, and some columns of each expert.
 
         For each part of the columns, the outputs of a token's experts are added in fp32. Then the sums of all parts are
         added as a tree.
@@ -245,7 +247,7 @@ class ParallelDecoder(Decoder):
         return self.exchange.added(tree_sum(partial), None, x), None  # the next norm needs the sum over all ranks
 
     def _normed_heads(self, plan: LayerPlan, layer: LayerWeights, qkv: Tensor, positions: Tensor) -> Tensor:
-        """Computes `Decoder._normed_heads`. If one norm is over all heads, ranks first gather q and k of all heads."""
+        """Implements `Decoder._normed_heads`. For a norm over all heads, ranks first gather q and k of all heads."""
         if plan.qk_norm != "projection" or self._share.size == 1:
             return super()._normed_heads(plan, layer, qkv, positions)
         assert layer.q_norm is not None
@@ -267,16 +269,16 @@ class ParallelDecoder(Decoder):
         return self.exchange.gather(logits) if self._splits_vocab else logits
 
     def _own_logits(self, x: Tensor, tiling: Tiling, **options: Any) -> Tensor:
-        """Returns fp32 logits of the token ids of this rank's part of the vocabulary."""
+        """Returns fp32 logits of the token ids in this rank's part of the vocabulary."""
         return self._product(x, self._head, None, tiling, out_dtype=torch.float32, **options)
 
     def best_keys(self, hidden: Tensor, tiling: Tiling) -> PartKeys | None:
-        """Returns the largest logit of each rank's part of the vocabulary, for hidden states [B, Q, hidden].
+        """Returns the largest logit in each rank's part of the vocabulary, for hidden states [B, Q, hidden].
 
         Ranks exchange 8 bytes per position instead of logits.
 
-        None if a step must compute the logits: they are scaled, each rank has all of them, or on a GPU the LM head is
-        not packed.
+        Returns None if a decode step must compute all logits. This is so if logits are scaled, if each rank has all
+        logits, or if the LM head on a GPU is not packed.
         """
         scales, packed = self.spec.scales, self._head.format != "rows" or not hidden.is_cuda
         if scales.logits != 1.0 or scales.softcap is not None or not self._splits_vocab or not packed:
@@ -287,9 +289,10 @@ class ParallelDecoder(Decoder):
         return PartKeys(of_all.view(torch.int64).unflatten(0, hidden.shape[:2]), self._head.shape[0])
 
     def _own_keys(self, x: Tensor, limit: int, tiling: Tiling, work: Any, **options: Any) -> Tensor:
-        """Returns the key of the largest of this rank's first `limit` logits, for each row of x [R, hidden].
+        """Finds the largest of this rank's first `limit` logits, for each row of x [R, hidden].
 
-        Keys are uint64 [R]; see `reference.keys_of`. `options` are those of `Ops.argmax`, such as the final norm.
+        Returns uint64 keys [R], which contain the logit and its id; see `reference.keys_of`. `options` are those of
+        `Ops.argmax`, such as the final norm.
         """
         keys = torch.empty(len(x), dtype=torch.uint64, device=x.device)
         if len(self._pieces[id(self._head)].rows) == 1:

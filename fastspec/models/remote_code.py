@@ -1,9 +1,9 @@
 """Refuses configs that name code in the checkpoint, unless transformers has the class. Such code is never run.
 
 Publishers put `auto_map` into the config if transformers did not have the type yet, as for Phi-4-mini or DeepSeek-V3.
-Now transformers has these types and reads such checkpoints with its own classes. So does fastspec. Some checkpoints,
-such as Kimi-K2, have a `model_type` of their own, but name classes that transformers has. They are read as the type of
-those classes.
+Now transformers has these types and reads such checkpoints with its own classes; fastspec reads them in the same way.
+Some checkpoints, such as Kimi-K2, have a `model_type` of their own, but name classes that transformers has. They are
+read as the type of those classes.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def refuse_remote_code(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def with_known_type(path: Path, raw: dict[str, Any]) -> dict[str, Any]:
-    """Replaces an unknown `model_type` by that of the transformers classes that the config names.
+    """Replaces an unknown `model_type` by the type of the transformers classes that the config names, with a warning.
 
-    Returns any other config unchanged.
+    Returns any other config unchanged. `path` is the file of the config, for the warning.
     """
     kind = _type_of_names(raw)
     if kind is None:
@@ -135,7 +135,7 @@ def _is_own(asked: Any, raw: Mapping[str, Any]) -> bool:
 
 
 def _letters(name: str) -> str:
-    """Removes differences in spelling between publishers, as in Ernie4_5_ForCausalLM and PhiMoEForCausalLM."""
+    """Returns a class name without "_" and in lower case, because publishers spell class names differently."""
     return name.replace("_", "").lower()
 
 

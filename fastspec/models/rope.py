@@ -25,7 +25,7 @@ class RopeSpec:
             up to head_dim / 2, are not rotated.
         scaling: factor on cos and sin.
         long_inv_freq: replaces `inv_freq` in a generator whose max_length exceeds `short_length`. Empty: none.
-        short_length: number of tokens, see `long_inv_freq` and `query_beta`.
+        short_length: length in tokens that `long_inv_freq` and `query_beta` refer to. 0: neither is used.
         query_beta: b in the factor on queries by position p, 1 + b * log(1 + floor(p / short_length)). 0: no factor.
     """
 
@@ -37,13 +37,13 @@ class RopeSpec:
     query_beta: float = 0.0
 
     def for_length(self, max_length: int) -> RopeSpec:
-        """Returns the spec for a generator with rows of up to `max_length` tokens. All rows use it, also short ones."""
+        """Returns the spec for a generator whose rows have up to `max_length` tokens. Shorter rows use it, too."""
         if not self.long_inv_freq or max_length <= self.short_length:
             return self
         return replace(self, inv_freq=self.long_inv_freq)
 
     def tables(self, positions: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns cos and sin, fp32 [positions, dim / 2], for heads of `dim` elements."""
+        """Returns cos and sin tables, each fp32 [positions, dim / 2], for heads of `dim` elements."""
         inv_freq = torch.tensor(self.inv_freq, dtype=torch.float32, device=device)
         angles = torch.arange(positions, dtype=torch.float32, device=device)[:, None] * inv_freq
         cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
@@ -54,7 +54,7 @@ class RopeSpec:
         return cos, sin
 
     def query_factors(self, positions: int, device: torch.device) -> Tensor | None:
-        """Returns the factor on queries, fp32 [positions]. None: no factor."""
+        """Returns the factor on queries at each position, fp32 [positions]. None if queries have no such factor."""
         if not self.query_beta:
             return None
         at = torch.arange(positions, device=device)
@@ -64,8 +64,9 @@ class RopeSpec:
 def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None:
     """Returns the order in which the elements of a head are loaded: element i is the one at index order[i] as stored.
 
-    Kernels rotate element i with element i + dim / 2, and this order makes them pairs. None: the stored order fits.
-    Attention scores are sums over a head, so any order is right that queries and keys share.
+    Kernels rotate element i with element i + dim / 2. In this order, the two elements of a stored pair get these
+    places. Attention scores are sums over a head, so queries and keys may have any order that they share. Returns None
+    if the stored order fits.
 
     Args:
         rotated: number of rotated pairs. They are the first 2 * rotated stored elements of the head.
@@ -82,7 +83,7 @@ def head_order(rotated: int, dim: int, *, interleaved: bool) -> list[int] | None
 
 
 def ropes_of(fields: ConfigFields, dims: tuple[int, ...], family: ModelFamily) -> tuple[RopeSpec, ...]:
-    """Returns the rotary embeddings of a config: one, or one for each of `family.rope_layers`, in that order.
+    """Returns the rotary embeddings of a config: one for all layers, or one for each of `family.rope_layers`.
 
     Args:
         fields: fields of the config.
@@ -140,7 +141,7 @@ def _rope(
 def _proportional(fields: ConfigFields, parameters: Mapping[str, Any], theta: float, dim: int) -> tuple[float, ...]:
     """Returns the inverse frequencies of a proportional rope, for all dim / 2 pairs of a head.
 
-    The last ones are zero: partial_rotary_factor is the share of the others.
+    Only the share `partial_rotary_factor` of the pairs rotates. The frequencies of the last pairs are zero.
     """
     share = fields.check_positive(parameters.get("partial_rotary_factor", 1.0), "partial_rotary_factor")
     factor = fields.check_positive(parameters.get("factor", 1.0), "rope_parameters.factor")
@@ -204,7 +205,7 @@ def _transformers_rope(
             _check_factors(fields, parameters.get(name), name, rotated)
 
     def computed(**more: Any) -> tuple[tuple[float, ...], float]:
-        """Computes and checks the inverse frequencies, and the factor on cos and sin."""
+        """Computes and checks (inverse frequencies, factor on cos and sin). `more`: arguments for transformers."""
         config = copy.deepcopy(fields.config)
         try:
             inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer, **more)

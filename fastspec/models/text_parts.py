@@ -34,7 +34,7 @@ _HEAD: Final = "lm_head."
 def text_part_of(config: PretrainedConfig) -> PretrainedConfig | None:
     """Returns the config of the text model inside a larger model. None: the type is not in TEXT_PARTS.
 
-    Settings of the text model that only the config of the larger model has are copied to it.
+    The text model's config gets `tie_word_embeddings` and `dtype` from the larger model's config.
     """
     text: PretrainedConfig | None = getattr(config, "text_config", None)
     if text is None or config.model_type not in TEXT_PARTS:
@@ -58,7 +58,7 @@ def native_text_part(config: PretrainedConfig) -> PretrainedConfig | None:
 
 
 def check_whole_class(config: PretrainedConfig) -> str:
-    """Returns transformers' class name of a model with a text model inside, and checks `architectures` of its config.
+    """Returns the name of transformers' class for a model with a text model inside. Checks that the config names it.
 
     Raises:
         UnsupportedModel: `architectures` has another name.
@@ -94,9 +94,9 @@ def text_class(config: PretrainedConfig, text: PretrainedConfig) -> Any:
 
 
 def text_name(stored: str) -> str | None:
-    """Returns the text model's name of the tensor that a checkpoint of the whole model stores as `stored`.
+    """Returns the name that a tensor has in the text model. `stored` is its name in a checkpoint of the whole model.
 
-    None: the tensor belongs to another part.
+    None: the tensor belongs to another part of the whole model.
     """
     name = stored.removeprefix("model.")
     for part in _PARTS:
@@ -109,7 +109,7 @@ def text_name(stored: str) -> str | None:
 
 
 def text_values(directory: Path) -> dict[str, Tensor]:
-    """Reads the tensors of the text model from a checkpoint of the whole model, by the text model's names."""
+    """Reads the text model's tensors from a checkpoint of the whole model. Returns name in the text model -> tensor."""
     shards = ShardTensors(directory)
     names = {stored: text_name(stored) for stored in shards.infos()}
     with shards.open():

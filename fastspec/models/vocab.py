@@ -1,4 +1,4 @@
-"""Finds the tokens that target and draft share: by equal ids, or, if tokenizers differ, by the bytes of a token."""
+"""Finds the tokens that target and draft share: by equal ids, or by equal bytes if their tokenizers differ."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class SharedVocab:
     """Token ids that target and draft share.
 
     Attributes:
-        size: target ids below this may be drafted. With `target_ids` it is the size of the target's vocabulary.
+        size: target ids below this number may be drafted. If `target_ids` is set: size of the target's vocabulary.
         target_ids: int64 [rows of the draft's embedding] on the CPU, the target id of each draft id; -1 for an id that
             is never drafted. None: draft ids are target ids.
         shown: int64 [rows of the target's embedding] on the CPU, the draft id that replaces each target id in the
@@ -144,9 +144,9 @@ def _matched(
 
 
 def _by_bytes(texts: Mapping[int, bytes], tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
-    """Maps the bytes of tokens to the id of the token.
+    """Returns the bytes of each token -> id of the token.
 
-    Of several tokens with the same bytes it takes one that is not a byte token (`<0xE9>`), as the tokenizer does.
+    If several tokens have the same bytes, one that is not a byte token (`<0xE9>`) is taken, as the tokenizer does.
 
     Args:
         texts: bytes of each token id.
@@ -161,7 +161,10 @@ def _by_bytes(texts: Mapping[int, bytes], tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _last_token(text: bytes, ids: Mapping[bytes, int]) -> int:
-    """Returns the id of the longest token with which `text` ends. 0 if there is none. `ids`: bytes -> token id."""
+    """Returns the id of the longest token with which `text` ends. 0 if there is none.
+
+    `ids`: bytes of each token -> token id.
+    """
     return next((ids[text[start:]] for start in range(len(text)) if text[start:] in ids), 0)
 
 
@@ -192,9 +195,9 @@ def _same_source(target: Checkpoint, draft: Checkpoint) -> bool:
 
 
 def _ids_of_equal_files(target: Checkpoint, draft: Checkpoint) -> list[int]:
-    """Reads all token ids from tokenizer.json if both checkpoints have the same tokenizer files.
+    """Reads all token ids from tokenizer.json, if the tokenizer files of both checkpoints are equal.
 
-    This is faster than to load two tokenizers. Returns an empty list if the files differ, or have an unknown format.
+    This is faster than loading two tokenizers. Returns an empty list if the files differ, or have an unknown format.
     """
     first, second = target.directory, draft.directory
     if first is None or second is None or not all(_equal(first / name, second / name) for name in _FILES):

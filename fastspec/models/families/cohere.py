@@ -21,7 +21,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _plans2(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    """Returns the plans of Cohere 2, whose layers without a window have no rope."""
+    """Returns the layer plans of Cohere 2. Only layers with a window have rope."""
     plan = _plan(fields)
     return tuple(
         replace(plan, window=window, rope=None if window is None else 0)

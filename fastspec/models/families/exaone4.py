@@ -1,4 +1,4 @@
-"""EXAONE 4: norms come after attention and MLP, none before. Each head of queries and keys is normed.
+"""EXAONE 4: norms come after attention and MLP, none before. Each query head and each key head is normed.
 
 If some layers have windows, only those have rope.
 """

@@ -38,7 +38,7 @@ def _plan(fields: ConfigFields) -> LayerPlan:
 
 
 def _scales(fields: ConfigFields) -> ModelScales:
-    """Returns the factor on the embedding (the square root of its width), and the softcap of logits, if any."""
+    """Returns the factor on the embedding, which is sqrt(hidden_size), and the softcap of logits, if there is one."""
     return ModelScales(
         embed=fields.size("hidden_size") ** 0.5, softcap=fields.optional_positive("final_logit_softcapping")
     )
@@ -90,7 +90,7 @@ def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _inputs(fields: ConfigFields) -> int:
-    """Returns the elements of each layer's own input per token. 0: this model has no such inputs."""
+    """Returns the elements per token of each layer's own input (per-layer embedding). 0: no such inputs."""
     inputs = fields.count("hidden_size_per_layer_input", 2**20, 0) if fields.get("hidden_size_per_layer_input") else 0
     rows = fields.get("vocab_size_per_layer_input")
     if inputs and rows != fields.size("vocab_size"):
@@ -99,7 +99,7 @@ def _inputs(fields: ConfigFields) -> int:
 
 
 def _heads(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, int | None], ...]:
-    """Returns (KV heads, head_dim) of each layer. None: the number is that of the model."""
+    """Returns (KV heads, head_dim) of each layer. A number is None if it is the same as for the whole model."""
     config, kinds = fields.config, fields.layer_types(layers) or ()
     own = getattr(config, "per_layer_config", None)
     if own is None:  # transformers before 5.20 has fields for global layers
@@ -122,12 +122,12 @@ def _heads(fields: ConfigFields, layers: int) -> tuple[tuple[int | None, int | N
 
 
 def _source(fields: ConfigFields, windows: tuple[int | None, ...], window: int | None) -> int:
-    """Returns the layer whose keys and values a later layer reads: the last one of the same type.
+    """Returns the index of the layer whose keys and values a later layer reads: the last one of the same type.
 
     Args:
         fields: fields of the config, for errors.
-        windows: windows of the layers that have keys of their own.
-        window: window of the layer that has none.
+        windows: attention windows of the layers that have keys of their own. None: no window.
+        window: attention window of the later layer. None: no window.
     """
     same = [layer for layer, other in enumerate(windows) if (other is None) == (window is None)]
     if not same:
@@ -137,7 +137,10 @@ def _source(fields: ConfigFields, windows: tuple[int | None, ...], window: int |
 
 
 def _hosts(config: object) -> bool:
-    """True for a config with experts, or in which queries also attend to later tokens."""
+    """True for a config with experts, and for one in which queries also attend to later tokens.
+
+    transformers' own module runs such a model.
+    """
     return (
         bool(getattr(config, "enable_moe_block", False))
         or getattr(config, "use_bidirectional_attention", None) == "all"

@@ -1,7 +1,7 @@
 """GLM-4: interleaved rope on a part of each head, gate and up in one matrix.
 
-`glm4` also has norms after attention and MLP. The text model of GLM-4.1V is that of `glm4` with biases. Its rope has
-three positions per token, which are equal if all tokens are text.
+`glm4` also has norms after attention and MLP. The text model of GLM-4.1V is `glm4` with biases. Its rope has three
+positions per token, which are equal if all tokens are text.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Logits are divided by a factor.
 
-Granite 4: the same, with other tensor names in its MLP, and with or without rope. Some or all of its layers may have
+Granite 4: Granite 3 with other tensor names in its MLP, and with or without rope. Some or all of its layers may have
 Mamba-2 in place of attention (4-H), and routed experts beside the MLP.
 """
 

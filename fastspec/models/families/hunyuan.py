@@ -1,4 +1,4 @@
-"""Hunyuan dense: queries and keys are normalised after rope. An `alpha` may increase the base of rope."""
+"""Hunyuan dense: queries and keys are normed after rope. A config with `alpha` increases the base of rope."""
 
 from __future__ import annotations
 

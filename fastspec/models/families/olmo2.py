@@ -1,4 +1,4 @@
-"""OLMo 2 and 3: norms after attention and MLP, none before. One norm over all query heads and one over all KV heads."""
+"""OLMo 2 and 3: norms after attention and MLP, none before. One norm is over all query heads, one over all KV heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def _plans3(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    """Returns the plans of OLMo 3, whose layers with a window have a rope of their own."""
+    """Returns the layer plans of OLMo 3. Layers with a window have another rope than layers without one."""
     plan = _plan(fields)
     return tuple(
         replace(plan, window=window, rope=0 if window is None else 1)

@@ -1,4 +1,4 @@
-"""Plan of a layer, which lists its operations in order; and `ModelFamily`, which makes plans from a config."""
+"""`LayerPlan`, the operations of one decoder layer, and `ModelFamily`, which makes the plans of a config's layers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class ExpertsPlan:
         count: number of experts.
         width: intermediate size of one expert.
         routing: rule that chooses the experts of a token.
-        activation: activation of the experts. None: silu of a gate.
+        activation: activation of the experts. None: silu(gate) * up.
         router_bias: True if the router's product has a bias.
         correction: True if each expert has a correction that is added to its score only to choose experts (as in
             DeepSeek-V3).
         bias: True if the experts' products have a bias.
         shared: intermediate size of the shared expert, which every token uses. 0: there is none.
         shared_gate: True if the shared expert's output is multiplied by a gate, one number per token.
-        latent: width of the experts' input and output, if products before and after them change it:
-            experts(h Wlatent_in) Wlatent_out. The shared expert and the router read h. 0: the hidden size.
+        latent: width of the routed experts' input and output, if it is not the hidden size. Wlatent_in and Wlatent_out
+            convert between both widths. The shared expert and the router read h itself. 0: the hidden size.
     """
 
     count: int
@@ -51,7 +51,7 @@ class ExpertsPlan:
 
     @property
     def gated(self) -> bool:
-        """True if experts and the shared expert have a gate."""
+        """True if the routed experts and the shared expert have a gate projection."""
         return not isinstance(self.activation, SquaredRelu)
 
 
@@ -60,8 +60,8 @@ class BranchFactors:
     """Factors inside a layer that has attention and a recurrent state (Falcon-H1).
 
     Attributes:
-        attention: factor on the input of attention, and so on queries, keys and values.
-        key: factor on keys.
+        attention: factor on the input of attention. Queries, keys and values get it.
+        key: further factor on keys.
         attended: factor on the output of attention.
         state: factors on z, x, B, C and the time steps of the recurrent op.
         stated: factor on the output of the recurrent op.
@@ -80,7 +80,7 @@ class BranchFactors:
 
 @dataclass(frozen=True, slots=True)
 class LatentPlan:
-    """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) as q, k and v of each head.
+    """Latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). It is computed with q, k and v of each head.
 
         q = h Wq [with q_rank: norm(h Wq_in) Wq_out], for each head [q1 q2]
         c, r = h Wkv;   k1, v = norm(c) Wkv_out, for each head;   k = [k1 r], with the same r in all heads
@@ -89,7 +89,7 @@ class LatentPlan:
 
     Attributes:
         rank: elements of c.
-        q_rank: width between the two products of queries. 0: there is one.
+        q_rank: width between the two projections of queries. 0: queries have one projection.
         plain: elements of q1 and of k1.
         shared: elements of q2 and of r.
         value: elements of v of a head.
@@ -130,11 +130,11 @@ class LayerPlan:
         x = x + norm((f(x Wgate) * inputs) Wproj) [with inputs: the layer's part of the inputs of all layers]
         x = scalar * x [with scaled]
 
-    A layer may have attention and a recurrent state side by side. Both read the same h, and `factors` has their
-    factors. A layer may also have no MLP, or only an MLP.
+    A layer may have attention and a recurrent state side by side. Both read the same h, and `factors` has the factors
+    on their inputs and outputs. A layer may also have no MLP, or only an MLP.
 
     Attributes:
-        window: number of newest keys that a query sees, including its own. None: all.
+        window: number of newest keys to which a query attends, including its own. None: all keys.
         attention_scale: factor on q . k. None: 1 / sqrt(head_dim).
         softcap: scores become softcap * tanh(scores / softcap). None: no softcap.
         qkv_bias: True if q, k and v projections have a bias.
@@ -143,13 +143,14 @@ class LayerPlan:
         qk_norm: norm of queries and keys. "head": of each head, before rope. "head_after_rope": of each head, after
             rope. "projection": of all heads as one vector, before rope. None: no norm.
         rope: index of the rotary table in `ModelSpec.ropes`. None: no rotation.
-        norm: type of all norms of the layer. The last layer's type is also that of the norm before the head.
-            "rms": RMSNorm, rounded before the product with its weight. "rms_fp32": rounded after it.
-            "rms_plus_one": like "rms_fp32" with the factor 1 + weight. "layer": LayerNorm, rounded at its end.
-        norm_bias: True if the norms have a bias; "layer" only.
+        norm: type of all norms of the layer. The norm before the LM head has the type of the last layer.
+            "rms": RMSNorm, rounded to the dtype before it is multiplied by its weight. "rms_fp32": RMSNorm, rounded
+            after this product. "rms_plus_one": like "rms_fp32" with the factor 1 + weight. "layer": LayerNorm, rounded
+            at its end.
+        norm_bias: True if the norms have a bias. Only for norm "layer".
         pre_norm: True if there are norms before attention and MLP.
         post_norm: True if there are norms of the outputs of attention and MLP.
-        parallel: True if attention and MLP read the same norm of x. Needs pre_norm, without post_norm.
+        parallel: True if attention and MLP read the same norm of x. pre_norm must then be True, and post_norm False.
         activation: f, the activation of the MLP.
         gated: True if the MLP has a gate.
         residual_scale: factor on the outputs of attention and MLP.
@@ -157,7 +158,7 @@ class LayerPlan:
             q_proj has the rows of the query, then those of the gate.
         head_gate: True if the output of each attention head is multiplied by sigmoid(h Wg), one number per head.
         attends: True if the layer has attention.
-        state: kind and sizes of its recurrent state. None: it has none.
+        state: kind and sizes of the layer's recurrent state. None: the layer has no state.
         state_bias: True if the input and output projections of the recurrent op have a bias.
         conv_bias: True if the convolution of the recurrent op has a bias.
         factors: factors of a layer with attention and a state. None: all are 1.
@@ -167,12 +168,13 @@ class LayerPlan:
         kv_heads, head_dim: KV heads, and elements of a head, of this layer. None: those of the model.
         width: intermediate size of this layer's MLP. None: that of the model.
         value_norm: True if each head of v is divided by its root mean square.
-        value_is_key: True if v is k before its norm and its rotation; there is no projection of v.
-        shares: layer whose keys and values this layer reads. It has queries only. None: it has its own.
-        inputs: elements per position of this layer's own input (Gemma's per-layer embedding). 0: it has none.
-        scaled: True if the layer's result is multiplied by a stored number.
-        latent: sizes of latent attention. None: the layer has q, k and v of their own. kv_heads is then the number of
-            query heads, and head_dim that of its keys.
+        value_is_key: True if v is a copy of k before k's norm and rotation. There is no projection of v.
+        shares: index of the layer whose keys and values this layer reads. This layer then projects only queries. None:
+            it has keys and values of its own.
+        inputs: elements per position of this layer's own input (Gemma's per-layer embedding). 0: no such input.
+        scaled: True if the layer's result is multiplied by a number from the checkpoint.
+        latent: sizes of latent attention. kv_heads must then be the number of query heads, and head_dim the elements of
+            a key. None: usual projections of q, k and v.
     """
 
     window: int | None = None
@@ -235,7 +237,7 @@ class LayerPlan:
 
     @property
     def fused_tail(self) -> bool:
-        """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are Llama's."""
+        """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are as in Llama."""
         whole = self.attends and self.state is None and self.feeds and not self.head_gate and self.latent is None
         ends = self.inputs == 0 and not self.scaled
         return whole and ends and self._plain and self.fused_norm and self.fused_gate and self.experts is None
@@ -274,29 +276,36 @@ class LayerPlan:
 
     @property
     def gating(self) -> dict[str, bool]:
-        """Options of `Ops.linear` for the gate after the MLP's first product. Empty: `linear` does not compute it."""
+        """Options with which `Ops.linear` computes gate and up projections, and their activation, in one call.
+
+        Empty: `Ops.linear` does not compute the activation.
+        """
         fused = self.gated and self.factors is None
         return {"gated": True, "gelu": self.activation == "gelu_tanh"} if fused else {}
 
     @property
     def fused_gate(self) -> bool:
-        """True if the MLP is gated by silu."""
+        """True if the MLP has a gate with the activation silu."""
         return self.gated and self.activation == "silu"
 
     @property
     def rule(self) -> AttentionRule:
-        """Rule by which `Ops.attend` scores queries against keys."""
+        """Window, scale and softcap of attention scores, in the form that `Ops.attend` takes."""
         return AttentionRule(self.window, self.attention_scale, self.softcap)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelScales:
-    """Factors on embedding and logits: x = embed * Wembed[id], then logits = softcap(logits * (norm(x) Whead)).
+    """Factors on the embedding and on the logits of a model.
+
+        x = embed * Wembed[id]
+        y = logits * (norm(x) Whead)                the logits
+        y = softcap * tanh(y / softcap) [with softcap]
 
     Attributes:
-        embed: factor on the embedding, rounded to the model's dtype as in transformers.
+        embed: factor on the embedding. The decoder rounds it to the model's dtype, as transformers does.
         logits: factor on the logits.
-        softcap: logits become softcap * tanh(logits / softcap). None: no softcap.
+        softcap: limit of a logit's magnitude, see the formula. None: no softcap.
     """
 
     embed: float = 1.0
@@ -314,17 +323,17 @@ def _hosts_none(config: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One family of models: how its configs and stored tensors are read.
+    """One family of models. Says how to read the configs and the stored tensors of the family.
 
     Attributes:
-        architecture: transformers' model class, which a config must name and a live module must have.
-        plans: function of (config fields, number of layers) that returns the plan of each layer. Raises for a setting
-            that changes the arithmetic and that plans cannot express.
-        names: stored names of a layer's tensors by row of `layer_table.LAYER`, if they differ from that table.
+        architecture: name of transformers' model class. A config must name it, and a live module must be of this class.
+        plans: function of (config fields, number of layers) that returns the plan of each layer. It raises
+            UnsupportedModel for a setting that changes the arithmetic and that plans cannot express.
+        names: name of a row of `layer_table.LAYER` -> stored names of its tensors, if they differ from the row's.
         scales: function of the config fields that returns the factors outside of layers.
-        other_names: further stored names, by row: those of live modules, and of checkpoints that are saved from them
-            without a conversion.
-        flat: ends of the names of vectors that are stored with additional axes of size 1.
+        other_names: name of a row -> further stored names. Live modules have them, and checkpoints that are saved from
+            live modules without a conversion.
+        flat: endings of names. Vectors with such a name are stored with additional axes of size 1.
         renamed: part of a stored name -> its replacement, applied in this order. It is for tensors outside of layers,
             and for names that differ between files and live modules.
         eps: config field with the epsilon of norms.
@@ -338,14 +347,14 @@ class ModelFamily:
             config of its text model is the field `text_config`.
         partial_rope: True if a config may ask for rotation of only the first part of a head.
         transposed_experts: True if a tensor with all experts of a layer may be stored transposed.
-        read_as: `model_type` whose config class reads this family's configs, if transformers has no class for it. Code
-            that its checkpoints name is not run. Empty: the family's own.
-        rotary: submodule of a live module that has the rotary frequencies.
-        identities: submodules of a layer that are `nn.Identity` in some models.
-        mixed_heads: True if layers may have heads of different numbers and sizes (`per_layer_config` of the config).
-        hosts: function of a config that is true if transformers' own module runs it, because plans cannot express it.
-        interleaved: True if rope rotates neighbours 2i and 2i + 1 of a head. Else it rotates the halves: i and i +
-            half.
+        read_as: `model_type` whose config class in transformers reads this family's configs, if the family has no class
+            there. Code that its checkpoints name is not run. Empty: the family has a class.
+        rotary: name of the submodule of a live module that has the rotary frequencies.
+        identities: names of submodules of a layer that are `nn.Identity` in some models.
+        mixed_heads: True if layers may have different numbers and sizes of heads (`per_layer_config` of the config).
+        hosts: function of a config. It is true if transformers' own module runs the model, because plans cannot express
+            it.
+        interleaved: True if rope rotates elements 2i and 2i + 1 of a head as a pair. False: it rotates i and i + half.
     """
 
     architecture: str
@@ -382,7 +391,10 @@ def without_windows(fields: ConfigFields, layers: int) -> None:
 
 
 def windows_by_layer_type(fields: ConfigFields, layers: int) -> tuple[int | None, ...]:
-    """Returns the window of each layer, for families in which `layer_types` says which layers have one."""
+    """Returns the attention window of each layer, for families whose config names windowed layers in `layer_types`.
+
+    `layers` is the number of layers. None: the layer attends to all keys.
+    """
     types = fields.layer_types(layers)
     if fields.get("sliding_window") is None:
         without_windows(fields, layers)
@@ -394,7 +406,10 @@ def windows_by_layer_type(fields: ConfigFields, layers: int) -> tuple[int | None
 
 
 def one_window(fields: ConfigFields, layers: int) -> int | None:
-    """Returns the window of all layers, for families in which `sliding_window` is for every layer."""
+    """Returns the attention window of all layers, for families in which `sliding_window` is for every layer.
+
+    `layers` is the number of layers. None: layers attend to all keys.
+    """
     types = fields.layer_types(layers)
     if fields.get("sliding_window") is None:
         without_windows(fields, layers)

@@ -24,7 +24,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
 
 
 def hybrid_plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    """Returns the plans of the layers of Qwen3-Next and Qwen3.5, each with a dense MLP."""
+    """Returns the layer plans of Qwen3-Next and Qwen3.5, each with a dense MLP. `layers` is the number of layers."""
     types = fields.layer_types(layers, "linear_attention", "full_attention")
     if types is None:
         fields.refuse("layer_types", None, "'linear_attention' or 'full_attention' for each layer")

@@ -58,7 +58,7 @@ def admit_streams(model: HostedModel, name: str, tiling: Tiling, *, shares_embed
         name: name of the model, for messages.
         tiling: tile sizes of decode steps.
         shares_embedding: True if the proposer uses the model's embedding. Then the input of the first layer must be
-            rows of the embedding, without a factor or positions.
+            unchanged rows of the embedding, without a factor and without position embeddings.
 
     Raises:
         UnsupportedModel: the inputs of the layers are not the hidden states that the module itself reports, or the
@@ -141,7 +141,7 @@ class _Trial:
         )
 
     def _own(self) -> Tensor:
-        """Runs a pass over all test tokens with transformers' own attention and masks, and without a cache.
+        """Runs one pass over all test tokens with transformers' own attention and masks, without a KV cache.
 
         Returns the last hidden states, [1, tokens, hidden].
         """
@@ -159,12 +159,12 @@ class _Trial:
         return hidden
 
     def _check_cut(self, own: Tensor) -> None:
-        """Compares the results of all ranks together with those of the whole module, before it was split.
+        """Compares the hidden states that all ranks compute together with those of the whole module before the split.
 
         Does nothing if one process runs the whole module.
 
         Args:
-            own: result of `_own`.
+            own: hidden states [1, tokens, hidden], the result of `_own`.
         """
         cut, wanted = self._model.info.cut, self._model.wanted
         if cut is None or wanted is None:
@@ -185,7 +185,7 @@ class _Trial:
 
         Args:
             what: description of the passes, for messages.
-            own: result of `_own`.
+            own: hidden states [1, tokens, hidden], the result of `_own`.
             tiling: tile sizes of the passes.
             counts: number of tokens of each pass.
 
@@ -223,7 +223,7 @@ class _Trial:
 
         Args:
             first: position of the token.
-            count: number of all tokens.
+            count: number of all test tokens.
 
         Returns:
             The name of the submodule. "lm_head" if there is none in the base model.

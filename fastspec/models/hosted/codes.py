@@ -1,4 +1,4 @@
-"""Quantised weights of hosted models, which are stored quantised or rounded while they are loaded.
+"""Quantised weights of hosted models. They are stored quantised, or are quantised while they are loaded.
 
 Weights of linear layers stay quantised. All other tensors of a quantised checkpoint are dequantised.
 """
@@ -35,7 +35,7 @@ _WEIGHT = ".weight"
 
 
 def quantised_products(shards: TensorSource, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
-    """Returns the tensors of a quantised checkpoint, in which the weight of every nn.Linear is one matrix.
+    """Returns the tensors of a quantised checkpoint. The parts of each quantised nn.Linear weight become one tensor.
 
     Args:
         shards: the stored tensors.
@@ -59,7 +59,7 @@ def quantised_products(shards: TensorSource, quantisation: Quantisation, info: H
 
 
 class ProductCodes:
-    """Quantised weights of a hosted model's linear layers, by the names of its parameters.
+    """Reads the quantised weights of a hosted model's linear layers. Parameter names of the model select a weight.
 
     Args:
         checkpoint: checkpoint in a directory with quantised weights.
@@ -83,7 +83,7 @@ class ProductCodes:
             self.tensors = SlicedTensors(self._whole, slices)
 
     def _slices(self, cut: HostedCut) -> dict[str, Slice]:
-        """Returns this rank's slice of each quantised weight that ranks split: stored name -> slice."""
+        """Returns stored name -> this rank's slice, for each quantised weight that is split over ranks."""
         found = {}
         for name, stored in self._stored.items():
             kind, (rows, columns) = cut.kinds.get(name.removesuffix(_WEIGHT)), self._whole.infos()[stored].shape
@@ -103,9 +103,9 @@ class ProductCodes:
         return found
 
     def weight(self, name: str, dtype: torch.dtype, device: torch.device, ops: Ops) -> Weight | None:
-        """Reads the quantised weight of a parameter. `tensors` must be open.
+        """Reads the quantised weight of a parameter. The attribute `tensors` must be open.
 
-        None: the parameter is not stored quantised, or `ops` do not support its format.
+        Returns None if the parameter is not stored quantised, or if `ops` do not support its format.
 
         Args:
             name: name of the parameter.
@@ -126,9 +126,9 @@ class ProductCodes:
         return made
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns all tensors by their stored names. Quantised ones are dequantised to `dtype`.
+        """Returns stored name -> tensor for all tensors. Quantised tensors are dequantised to `dtype`.
 
-        transformers makes a module from them.
+        transformers makes a module from the result.
         """
         with self._whole.open():
             return {
@@ -138,10 +138,10 @@ class ProductCodes:
 
 
 def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tuple[int, int], CodesKind]]:
-    """Returns the weights that are rounded while they are loaded: name of the module -> (shape (N, K), format).
+    """Returns the weights that are quantised while they are loaded: name of the module -> (shape (N, K), format).
 
-    These are the weights of linear layers. The output matrix (LM head) is among them only for a draft, and only if it
-    is not the embedding.
+    These are the weights of linear layers. The LM head is among them only for a draft model, and only if it is not the
+    embedding.
 
     Args:
         checkpoint: checkpoint of the hosted model.
@@ -164,7 +164,7 @@ def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tup
 
 
 def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
-    """Rounds a matrix [N, K] to a quantised format. If `ops` do not read this format, it is dequantised again.
+    """Quantises a matrix [N, K]. If `ops` do not read the quantised format, the result is dequantised again.
 
     Args:
         rows: the matrix.

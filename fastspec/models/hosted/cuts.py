@@ -1,8 +1,8 @@
 """Splits a hosted model between ranks, by the tensor-parallel plan that transformers has in the model's config.
 
 The plan (`base_model_tp_plan`) names linear layers whose weights are split by rows or by columns, and experts whose
-width is split. Every rank has a whole copy of modules that the plan does not split. The same holds for those that it
-splits and gathers right after the product.
+width is split. Every rank has a whole copy of all other modules. It also has a whole copy of a module whose outputs the
+plan gathers right after the matrix product.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EXPERTS: Final = "moe_tp_experts"
 
 
 class SizesToCut(NamedTuple):
-    """Sizes of a hosted model that the number of ranks must divide. Implements `distributed.slices.Sizes`.
+    """Sizes of a hosted model that must be multiples of the number of ranks. Implements `distributed.slices.Sizes`.
 
     Attributes:
         family: model type, for messages.
@@ -53,7 +53,7 @@ def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutK
 
     Args:
         shell: the whole model on the meta device.
-        plan: pattern of a name -> style of the split.
+        plan: pattern of a module's or parameter's name -> style of the split. None: transformers has no plan.
 
     Returns:
         Full name of a module or parameter -> kind of its split.
@@ -84,7 +84,7 @@ def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutK
 
 
 def _pattern(name: str) -> str:
-    """Converts a module's name to the pattern that plans have for it: every number becomes *."""
+    """Converts a module's name to the pattern that plans use: every number in it becomes `*`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -101,14 +101,14 @@ def _kind_of(name: str, part: Any, style: str, is_experts: bool) -> CutKind:
 
 
 def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
-    """Returns the sizes of split modules, which the number of ranks must divide.
+    """Returns the sizes along which modules are split. They must be multiples of the number of ranks.
 
     Args:
         shell: the whole model on the meta device.
         kinds: result of `kinds_of`.
 
     Returns:
-        Description with the name of a module -> size. Each size is there once.
+        Description with the name of a module -> size. Equal sizes have one entry.
     """
     found: dict[int, str] = {}
     for name, kind in kinds.items():
@@ -123,7 +123,7 @@ def divided(shell: nn.Module, kinds: Mapping[str, CutKind]) -> dict[str, int]:
 
 
 def parts_of(total: int, share: RankShare) -> list[Cut]:
-    """Cuts `total` elements into `share.parts` equal ranges, and returns those of this rank."""
+    """Splits `total` elements into `share.parts` equal ranges. Returns the ranges that belong to this rank."""
     width, first = total // share.parts, share.rank * share.own_parts
     return [Cut(part * width, (part + 1) * width) for part in range(first, first + share.own_parts)]
 
@@ -153,8 +153,8 @@ def own_part(part: nn.Module, key: str, tensor: Tensor, kind: CutKind, share: Ra
         part: the module that has the whole parameter. For experts its flags and sizes are read.
         key: name of the parameter in the module.
         tensor: the whole parameter.
-        kind: kind of the split.
-        share: number of this rank and of all ranks.
+        kind: kind of the split, see `HostedCut`.
+        share: index of this rank, and number of ranks.
     """
     if kind == "experts":
         return _own_experts(part, key, tensor, share)
@@ -195,7 +195,7 @@ def _along(tensor: Tensor, axis: int, start: int, stop: int) -> Tensor:
 
 
 def sizes_to_cut(info: HostedInfo) -> SizesToCut:
-    """Returns the sizes of a hosted model that the number of ranks must divide.
+    """Returns the sizes of a hosted model that must be multiples of the number of ranks.
 
     Raises:
         UnsupportedModel: transformers' plan splits nothing, or splits a module in an unknown way.
@@ -217,7 +217,7 @@ def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
 
     Args:
         info: the whole model.
-        share: number of this rank and of all ranks.
+        share: index of this rank, and number of ranks.
 
     Raises:
         UnsupportedModel: the module cannot run with a part of its matrices, or an attention call has another number of

@@ -53,10 +53,10 @@ class HostedCut:
     """One rank's part of a hosted model.
 
     Attributes:
-        share: number of this rank and of all ranks.
-        kinds: full name of a module or parameter -> kind of its split. "rows" and "columns" are those of a linear
-            layer's weight [out, in]. "experts" splits the width of all experts of a module, and "first" a parameter
-            along its first axis.
+        share: index of this rank, and number of ranks.
+        kinds: full name of a module or parameter -> kind of its split. "rows" and "columns" split a linear layer's
+            weight [out, in]. "experts" splits the width of all experts of a module. "first" splits a parameter along
+            its first axis.
         whole: the `HostedInfo` of the whole model.
     """
 
@@ -90,10 +90,10 @@ class HostedInfo:
         linears: number of linear layers.
         experts: number of modules with experts.
         norms: number of RMSNorms that this package's op replaces.
-        wide_norms: elements of the weights of those norms that are kept in fp32.
+        wide_norms: number of elements of norm weights that are kept in fp32.
         rotations: number of attention modules whose RoPE this package's op replaces.
         base: name of the submodule that contains everything except the LM head. Empty: the model itself.
-        whole: class name of the larger model whose text part this is. Empty: it is not a part.
+        whole: class name of the larger model whose text part is hosted. Empty: the model is not part of a larger one.
         cut: this rank's part of the model, if ranks share it. Then sizes and calls are those of the part. None: one
             process has the whole model.
     """
@@ -120,13 +120,13 @@ class HostedInfo:
 
     @property
     def slots(self) -> tuple[tuple[int, int, int], ...]:
-        """(query heads, KV heads, head_dim) of each slot in the KV cache; see `ProbedOp`."""
+        """(query heads, KV heads, head_dim) of each slot in the KV cache. For slots see `ProbedOp.slot`."""
         found = {call.slot: call.shape for call in self.probed.calls}
         return tuple(found[slot] for slot in range(len(found)))
 
     @property
     def attention_shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """See `slots`."""
+        """(query heads, KV heads, head_dim) of each slot in the KV cache, the same as `slots`."""
         return self.slots
 
     @property
@@ -193,7 +193,7 @@ class HostedInfo:
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Returns the bytes of all parameters in `dtype` and of all buffers. Some norm weights are in fp32 instead."""
+        """Returns the bytes of all buffers, and of all parameters in `dtype`. Some norm weights are fp32 instead."""
         wide = self.wide_norms * (4 - dtype.itemsize)
         return self.parameters * dtype.itemsize + self.kept_bytes + wide
 
@@ -270,7 +270,10 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
 
 
 def steady_shell(kind: Any, config: PretrainedConfig) -> nn.Module:
-    """Makes a model like `shell_of`, but with RoPE frequencies that do not change with the longest row of a pass."""
+    """Makes a model on the meta device like `shell_of`, with fixed RoPE frequencies.
+
+    They do not change with the longest row of a pass.
+    """
     shell = shell_of(kind, config)
     for part in shell.modules():
         kind = part.__dict__.get("rope_type")
@@ -310,7 +313,10 @@ def _refuse_config(config: Any) -> None:
 
 
 def _advice_on(config: Any) -> str:
-    """Returns the end of a message for a model that reads more than text. Says if its text part alone can be hosted."""
+    """Returns the end of an error message for a model that reads more than text.
+
+    The message says if the model's text part can be hosted by itself.
+    """
     text = getattr(config, "text_config", None)
     if text is None:
         return ": wanted a text model; save its language model by itself"
@@ -359,7 +365,7 @@ def _info(
 def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
     """Finds the RMSNorms of a model whose formula is known. Returns (formula, elements of the weight) of each.
 
-    Of modules with the same class and settings only one is tested.
+    Modules with the same class, size and settings have the same formula, so only one of them is tested.
     """
     tried: dict[Any, KnownNorm | None] = {}
     found = []
@@ -399,7 +405,7 @@ def is_hostable(module: nn.Module) -> bool:
 
 
 def check_hosted_module(module: Any) -> None:
-    """Refuses a live module that differs from a new one with its config, or that is spread over several devices.
+    """Refuses a live module that differs from a module made from its config, or that is on several devices.
 
     Raises:
         UnsupportedModel: the message names the submodule and what was found.

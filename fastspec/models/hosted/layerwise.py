@@ -27,7 +27,7 @@ class PassRecord:
     """Hidden states of one pass, [1, tokens, width] each, in the order in which layers ran.
 
     Attributes:
-        inputs: input of each layer, and then the result of the pass.
+        inputs: input of each layer. The last entry is the result of the pass.
         attended: output of each layer's attention module.
     """
 
@@ -55,11 +55,11 @@ class Layers:
         return seen
 
     def record_fed_like(self, own: PassRecord, first: int, run: Callable[[], Tensor]) -> PassRecord:
-        """Records a pass over tokens from `first` on. Each layer gets its input from another pass.
+        """Records a pass over tokens from `first` on, in which each layer gets the input that it had in another pass.
 
         Args:
-            own: record of a pass over all tokens, whose inputs are used.
-            first: first token of the pass.
+            own: record of the other pass, which was over all tokens.
+            first: index of the pass's first token.
             run: function that makes the pass and returns its last hidden states.
         """
         seen = PassRecord()
@@ -134,7 +134,7 @@ class Layers:
 
 
 def errors(ours: Sequence[Tensor], own: Tensor) -> Tensor:
-    """Returns the error of each token: the norm of its difference, divided by the mean norm of a token in `own`.
+    """Returns the error of each token: norm of (ours - own) at the token, divided by the mean token norm in `own`.
 
     Args:
         ours: hidden states [1, tokens, ...] of several passes, which together have all tokens.

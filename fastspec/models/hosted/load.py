@@ -61,7 +61,7 @@ def load_hosted(
         model: the model without weights.
         dtype, device: those of the weights.
         release: True to free each parameter of a live module after it is copied.
-        progress: True to show progress bars.
+        progress: True to show transformers' progress bars.
 
     Raises:
         CheckpointError: the stored tensors do not match the config.
@@ -135,9 +135,9 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
 
 
 def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
-    """Returns the hidden states [1, n, hidden] that transformers' whole model computes for n test tokens.
+    """Returns the hidden states [1, n, hidden] that transformers' model computes for n test tokens before it is split.
 
-    `admit` compares them with the results of all ranks.
+    `admit` compares them with the hidden states that all ranks compute together.
     """
     base: Any = base_of(source)
     device = source.get_input_embeddings().weight.device
@@ -157,13 +157,13 @@ class _Filler:
         model: the hosted model, which runs the replaced modules.
         shell: the model without values.
         source: transformers' model with values.
-        dtype, device: those of the weights.
+        dtype, device: dtype and device of the weights.
         release: True to free the source's parameters after they are copied.
-        codes: quantised weights. None: not stored quantised.
-        rounding: name of a module -> quantised format to which its weight is rounded.
-        weights: id of a source's parameter -> the weight that was made from it. Modules that share a parameter share
-            the weight.
-        held: id of a source's parameter -> the parameter that was made from it.
+        codes: quantised weights of the checkpoint. None: the checkpoint is not quantised.
+        rounding: name of a module -> format to which its weight is quantised.
+        weights: `id()` of a parameter of the source -> the weight that was made from it. Modules that share a parameter
+            share the weight.
+        held: `id()` of a parameter of the source -> the parameter that was made from it.
     """
 
     model: HostedModel
@@ -205,14 +205,14 @@ class _Filler:
     def _read_embedding(self) -> None:
         """Reads the weight of an embedding whose class is a subclass of nn.Embedding. Such a module is not replaced.
 
-        Its own forward reads rows of the weight. A tied LM head uses the same rows.
+        The module's own forward reads rows of the weight, so the weight is kept as rows. A tied LM head uses it, too.
         """
         if type(self.shell.get_input_embeddings()) is not nn.Embedding:
             weight = self.source.get_input_embeddings().weight
             self.weights[id(weight)] = Weight(self._parameter(weight).data)
 
     def _swapped(self, name: str, part: nn.Module) -> nn.Module | None:
-        """Makes the module of this package that replaces a submodule of the shell. None: it is not replaced.
+        """Makes the module of this package that replaces a submodule of the shell. None: the submodule stays.
 
         Args:
             name: name of the submodule.
@@ -242,7 +242,7 @@ class _Filler:
     def _kept(self, name: str, parameter: Tensor) -> Weight | None:
         """Reads the quantised weight of a parameter.
 
-        None: it is not stored quantised, or a weight was already made for another module that shares it.
+        Returns None if the parameter is not stored quantised, or if another module that shares it already has a weight.
 
         Args:
             name: name of the parameter.
@@ -262,7 +262,7 @@ class _Filler:
         Args:
             parameter: the parameter in the source.
             rows: the same values as a matrix [N, K]. None: `parameter` has this shape.
-            name: name of the module. The weight is rounded if `rounding` has this name.
+            name: name of the module. The weight is quantised if `rounding` has this name.
         """
         key = id(parameter)
         if key not in self.weights:
@@ -282,7 +282,7 @@ class _Filler:
     def _moved(self, tensor: Tensor) -> Tensor:
         """Copies a tensor to the device.
 
-        A tensor with the same dtype as the source's embedding is converted to `dtype`. Others keep their dtype.
+        A tensor with the same dtype as the source's embedding is converted to `self.dtype`. Others keep their dtype.
         """
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)

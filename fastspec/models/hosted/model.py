@@ -40,13 +40,13 @@ class HostedModel:
         num_pages, page_size: number of pages of the KV cache, and tokens of a page.
         max_positions: positions of the longest row.
         batch, max_queries: largest number of rows, and of tokens per row, of a decode pass.
-        dtype, device: those of the KV cache.
-        exchange: communication between ranks, if each has a part of the model. None: this process has all of it.
+        dtype, device: dtype and device of the KV cache.
+        exchange: communication between ranks, if each has a part of the model. None: this process has the whole model.
 
     Attributes:
         wanted: hidden states [1, n, hidden] of the whole model for test tokens, if this is one rank's part. They are
             computed while the weights are loaded. None: this process has the whole model.
-        rounded: True if weights were rounded after `wanted` was computed.
+        rounded: True if weights were quantised after `wanted` was computed.
         weights: the module's embedding and output matrix, for learned drafters that share them. It has no layers.
         streams: recorder of the residual stream between the layers.
     """
@@ -83,7 +83,7 @@ class HostedModel:
         self._at = 0
 
     def host(self, module: nn.Module) -> None:
-        """Sets the module, in which `load_hosted` has replaced submodules and filled weights. Passes can run then."""
+        """Sets the module, in which `load_hosted` has replaced submodules and filled weights. Then passes can run."""
         self.module: Any = module
         self.base: Any = base_of(module)
         attach(module, self)
@@ -101,7 +101,10 @@ class HostedModel:
         return self.info.vocab_size
 
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        """Feeds rows and writes their K/V to the cache. Returns the last hidden states [B, Q, hidden]."""
+        """Runs a forward pass over the tokens of `rows`, and writes their K/V to the cache.
+
+        Returns the last hidden states [B, Q, hidden].
+        """
         self._rows, self._at = rows, 0
         # padding and idle rows may have positions after the end of the module's own position tables
         positions = rows.positions.clamp(max=self.info.max_length - 1)
@@ -113,9 +116,10 @@ class HostedModel:
         return hidden
 
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-        """Runs `hidden`. Also returns the residual stream after each of `layers`; see `Decoder.hidden_with_features`.
+        """Returns the result of `hidden`, and the residual stream after each of `layers`.
 
-        `admit_streams` has checked that the module's layers have such a stream.
+        For shapes and indices see `Decoder.hidden_with_features`. `admit_streams` has checked that the stream between
+        the module's layers can be recorded.
         """
         count = len(self.info.layer_names)
         with self.streams.recorded([layer for layer in layers if layer < count]) as found:
@@ -123,7 +127,9 @@ class HostedModel:
         return last, torch.stack([found.get(layer, last) for layer in layers], dim=2)
 
     def head_logits(self, x: Tensor, tiling: Tiling, *, norm: tuple[Tensor, float] | None = None) -> Tensor:
-        """Computes fp32 logits [..., V] of a learned drafter with this module's LM head, its scale and its softcap.
+        """Computes fp32 logits [..., V] for hidden states of a learned drafter that uses this module's LM head.
+
+        Scale and softcap of the module's logits are applied, too.
 
         Args:
             x: [..., hidden], hidden states of the drafter.

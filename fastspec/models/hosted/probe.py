@@ -37,12 +37,12 @@ class ProbedOp:
     """One of the attention calls that every pass of a model makes.
 
     Attributes:
-        slot: index of the KV pages that the call writes and reads. Calls with the same keys and values share a slot.
+        slot: index of the key and value tensors in the KV cache. Calls with the same keys and values share a slot.
         layer: name of the module that makes the call.
         heads, kv_heads: number of query heads and of KV heads.
-        head_dim: elements of a head in the KV pages. If keys and values have different widths, it is the larger one,
-            and the others are padded.
-        value_dim: elements of one value.
+        head_dim: elements of a head in the KV pages. If keys and values have different widths, it is the larger width;
+            the narrower ones are padded.
+        value_dim: elements of one head of a value.
         rule: attention window, scale and softcap.
         sinks: True if the call has attention sinks.
     """
@@ -69,7 +69,7 @@ class Probed:
     Attributes:
         calls: attention calls of a pass, in order.
         cache_name: name of the base model's argument for a KV cache.
-        whole: arguments with which the base model computes hidden states of all tokens of a pass.
+        whole: further arguments, with which the base model computes hidden states for all tokens of a pass.
         output: class of the base model's result.
         hidden_size: elements of its last hidden state at one position.
     """
@@ -153,7 +153,7 @@ def _naming_layers(module: nn.Module) -> Iterator[None]:
 
 
 class _Prober:
-    """Records the attention calls of a traced pass. `attach` makes a module's calls go here.
+    """Records the attention calls of a traced pass. `attach` sends the calls of a module to this object.
 
     Args:
         names: id of a submodule -> its name.
@@ -204,7 +204,7 @@ class _Prober:
         return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
 
     def ruled(self) -> tuple[ProbedOp, ...]:
-        """Returns the recorded calls, each with the attention window that its mask shows.
+        """Returns the recorded calls, each with the attention window that was found from its mask.
 
         Raises:
             UnsupportedModel: a call has no mask, or its mask is neither causal nor a causal window.
@@ -246,7 +246,7 @@ def _window(function: Any, layer: str) -> int | None:
     """Finds the attention window of a transformers mask function by evaluating it. None: full causal attention.
 
     Args:
-        function: function of (batch, head, query position, key position). True where the query sees the key.
+        function: function of (batch, head, query position, key position). True where the query attends to the key.
         layer: name of the layer, for messages.
 
     Raises:

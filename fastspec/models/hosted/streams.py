@@ -14,9 +14,9 @@ INPUT: Final = "hidden_states"  # keyword of a layer's input, if it is not posit
 
 
 def layers_in(names: Sequence[str]) -> tuple[str, ...]:
-    """Returns the names of the decoder layers that contain some modules, in order, such as "model.layers.3".
+    """Returns the names of the decoder layers that contain the modules `names`, such as "model.layers.3".
 
-    () if these layers are not all entries of one list, from 0 on.
+    Returns () unless these layers are the entries 0, 1, 2, ... of one list, in this order.
 
     Args:
         names: names of the modules that call attention, such as "model.layers.3.self_attn".
@@ -53,13 +53,13 @@ class LayerStreams:
         The stream after a layer is the input of the next layer. After the last layer it is the layer's output.
 
         Args:
-            layers: numbers of the layers. -1 is the input of the first layer.
+            layers: indices of the layers. -1 is the input of the first layer.
 
         Yields:
-            Number of a layer -> stream [batch, tokens, width]. A pass fills it.
+            Index of a layer -> stream [batch, tokens, width]. A pass of the model fills this dict.
 
         Raises:
-            UnsupportedModel: a layer's input is not such a tensor. The pass raises it.
+            UnsupportedModel: a layer's input is not a tensor with three axes. The pass raises it.
         """
         found: dict[int, Tensor] = {}
 

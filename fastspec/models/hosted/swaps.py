@@ -1,8 +1,8 @@
 """Modules and functions of this package that replace those of transformers in hosted models.
 
-Linear layers, embeddings, norms and RoPE run with this package's ops. A norm or RoPE function is recognised by its
-results, not by its name. An attention call finds the object that computes it in an attribute of the calling module, see
-`attach`. So there is no global state.
+Linear layers, embeddings, norms and RoPE run with this package's ops. A norm is recognised by its results, a RoPE
+function by its name and its results. An attribute of each attention module has the object that computes the module's
+calls, see `attach`. So there is no global state.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HostedPass(Protocol):
 
 
 def attach(module: nn.Module, owner: HostedPass) -> None:
-    """Makes `owner` compute the attention calls of all submodules of `module`. The caller must keep `owner` alive."""
+    """Makes `owner` compute the attention calls of `module` and its submodules. The caller must keep `owner` alive."""
     for part in module.modules():
         part.__dict__[_PASS] = proxy(owner)
 
@@ -108,7 +108,7 @@ class NoCache:
         return 0
 
     def get_mask_sizes(self, queries: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Returns (number of keys, position of the first key) for the masks of `probe`: those of the fed tokens."""
+        """Returns (number of keys, position of the first key) for the masks of `probe`. `queries`: number of tokens."""
         return queries, 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -144,7 +144,7 @@ class Running(Protocol):
         tiling: tile sizes of products.
         queries: tokens per row of the pass.
         inside: True while an op of this package runs.
-        constants: cache of `constant_on_device`.
+        constants: tensors on the device that `constant_on_device` has made.
     """
 
     ops: Ops
@@ -280,7 +280,7 @@ def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: An
     """Computes torch.tensor or Tensor.to for values that go from the host to a device. Copies equal values only once.
 
     Args:
-        kept: earlier results on the device by device, dtype, shape and bytes. New results are added.
+        kept: (device, dtype, shape, bytes) -> earlier result on the device. New results are added.
         func: torch.tensor or Tensor.to.
         given: first argument of the call.
         *args, **kwargs: other arguments of the call.
@@ -389,16 +389,16 @@ def use_fixed_experts(module: Any) -> None:
 
 
 def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Computes the sum of each token's experts with static shapes. Implements transformers' ExpertsInterface.
+    """Computes the weighted sum of each token's experts with static shapes. Implements transformers' ExpertsInterface.
 
-    A decode step multiplies a fixed number of (token, expert) pairs at a time. In a prompt, all tokens go through every
-    expert. If ranks share the experts, the sums of all ranks are added.
+    A decode step multiplies a fixed number of (token, expert) pairs at a time. In a prefill, all tokens go through
+    every expert. If ranks share the experts, the sums of all ranks are added.
 
     Args:
         self: the module of experts.
         hidden: [T, hidden], the tokens.
-        index: [T, k], ids of each token's experts.
-        weights: [T, k], factors of their outputs.
+        index: [T, k], ids of the k experts of each token.
+        weights: [T, k], factors on the outputs of these experts.
 
     Returns:
         [T, hidden] in the dtype of `hidden`.
@@ -433,7 +433,7 @@ class _Part:
 
 
 def _chosen_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Computes `fixed_experts` in fp32 for a decode step. Multiplies `_PAIRS` (token, expert) pairs at a time."""
+    """Computes `fixed_experts` for a decode step. Multiplies `_PAIRS` (token, expert) pairs at a time, sums in fp32."""
     pairs = hidden.repeat_interleave(index.shape[1], dim=0)
     rows = F.pad(pairs, (0, 0, 0, -len(pairs) % _PAIRS)).split(_PAIRS)
     chosen = F.pad(index.reshape(-1), (0, -len(pairs) % _PAIRS)).split(_PAIRS)
@@ -455,7 +455,7 @@ def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Computes `fixed_experts` in fp32 for a prompt. Runs every expert on all tokens, and drops unused results."""
+    """Computes `fixed_experts` for a prefill. Runs every expert on all tokens, drops unused results, sums in fp32."""
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in range(self.down_proj.shape[0]):
 
@@ -476,8 +476,8 @@ def _expert(self: Any, x: Tensor, product: Any) -> Tensor:
     Args:
         self: the module of experts.
         x: [rows, hidden].
-        product: function of (x, weights of all experts, biases of all experts or None). It multiplies with the weights
-            of the right experts.
+        product: function of (x, weights of all experts, biases of all experts or None). It multiplies each row of x
+            with the weights of the row's expert.
     """
     up = "gate_up_proj" if self.has_gate else "up_proj"
     y = product(x, getattr(self, up), getattr(self, f"{up}_bias") if self.has_bias else None)
@@ -507,7 +507,7 @@ class KnownNorm(NamedTuple):
     eps: float
 
     def weight(self, stored: Tensor) -> Tensor:
-        """Converts the module's stored weight [K] to the weight that `Ops.norm` wants for this formula."""
+        """Converts the module's stored weight [K] to the weight with which `Ops.norm` computes this formula."""
         if self.form == "rounded":
             return stored
         return stored.float() if self.form == "wide" else 1.0 + stored.float()
@@ -616,7 +616,7 @@ def _is_known_rotation(function: Any) -> bool:
 
 
 def use_our_rotation(part: nn.Module, running: Running) -> None:
-    """Makes an attention module use this package's op for RoPE, for which `rotates` must be True.
+    """Makes an attention module use this package's op for RoPE. `rotates` must be True for the module.
 
     Calls that the op does not support still go to the module's own function.
     """

@@ -16,7 +16,7 @@ MAX_CHOSEN: Final = 32  # experts of a token
 def counts(fields: ConfigFields, count: str = "num_experts") -> tuple[int, int]:
     """Returns (number of experts of a layer, number of experts that are chosen for a token).
 
-    `count` is the config field of the former.
+    `count` is the config field with the number of experts of a layer.
     """
     experts = fields.count(count, MAX_EXPERTS)
     chosen = fields.count("num_experts_per_tok", MAX_CHOSEN)
@@ -31,7 +31,10 @@ def width(fields: ConfigFields, field: str) -> int:
 
 
 def sparse_layers(fields: ConfigFields, layers: int) -> tuple[bool, ...]:
-    """Returns for each layer whether it has experts, from `decoder_sparse_step` and `mlp_only_layers`."""
+    """Returns one bool per layer, True if the layer has experts. Reads `decoder_sparse_step` and `mlp_only_layers`.
+
+    `layers` is the number of layers.
+    """
     step = fields.count("decoder_sparse_step", SIZE_LIMITS["num_hidden_layers"])
     dense = fields.get("mlp_only_layers")
     dense = [] if dense is None else dense

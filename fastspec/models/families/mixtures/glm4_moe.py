@@ -1,7 +1,7 @@
 """GLM-4.5, 4.6 and 4.7: sigmoid router with correction and expert groups, a shared expert. The first layers are dense.
 
-The text model of GLM-4.5V and 4.6V is the same. Its rope has three positions per token, which are equal if all tokens
-are text.
+The text model of GLM-4.5V and 4.6V has these layers, too. Its rope has three positions per token, which are equal if
+all tokens are text.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Qwen2-MoE and Qwen3-MoE: softmax over all experts, then the largest are chosen. Qwen2-MoE has a gated shared expert.
+"""Qwen2-MoE and Qwen3-MoE: the router is a softmax over all experts. Qwen2-MoE also has a gated shared expert.
 
-The text model of Qwen3-VL with experts is Qwen3-MoE. Its publisher stores the experts' matrices transposed.
+The text model of Qwen3-VL with experts is Qwen3-MoE. Its checkpoints store the experts' matrices transposed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fastspec.shapes import RoutingRule
 
 
 def experts_of(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    """Returns the experts of a layer of Qwen3-MoE and related families. For `normed` see `RoutingRule`."""
+    """Returns the plan of a layer's experts, for Qwen3-MoE and related families. For `normed` see `RoutingRule`."""
     count, chosen = counts(fields)
     return ExpertsPlan(count, width(fields, "moe_intermediate_size"), RoutingRule(chosen, normed=normed))
 
 
 def with_shared_expert(fields: ConfigFields, *, normed: bool) -> ExpertsPlan:
-    """Returns the result of `experts_of` with a gated shared expert."""
+    """Returns the result of `experts_of`, with a gated shared expert added."""
     shared = width(fields, "shared_expert_intermediate_size")
     return replace(experts_of(fields, normed=normed), shared=shared, shared_gate=True)
 

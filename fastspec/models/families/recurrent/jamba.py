@@ -1,4 +1,4 @@
-"""Jamba: Mamba-1 in most layers, attention without rope in some, and a mixture of experts in every second one."""
+"""Jamba: Mamba-1 in most layers, attention without rope in the others. Every second layer has a mixture of experts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Kimi-Linear and Ling 3: delta rule with a decay for each element of a key, and latent attention in some layers.
 
-Kimi-Linear has no rope, and computes decays and output gates by two products. In Ling 3 latent attention has rope and a
-gate for each head, and decays have a lower limit. Both have DeepSeek-V3's router, and a shared expert.
+Kimi-Linear has no rope, and computes decays and output gates by two matrix products each. In Ling 3, latent attention
+has rope and a gate for each head, and decays have a lower limit. Both families have DeepSeek-V3's router, and a shared
+expert.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def _of_layers(fields: ConfigFields, layers: int, rule: DeltaRule, attends: Laye
     Args:
         fields: fields of the config.
         layers: number of layers.
-        rule: sizes of layers with the delta rule.
-        attends: settings of layers with latent attention; its sizes are added here.
+        rule: sizes of the recurrent state of layers with the delta rule.
+        attends: plan of layers with latent attention, without its sizes, which are added here.
     """
     if fields.flag("attention_bias"):
         fields.refuse("attention_bias", True, "false")
@@ -97,7 +98,7 @@ def _experts(fields: ConfigFields) -> ExpertsPlan:
 def _refuse(fields: ConfigFields, name: str, wanted: object) -> None:
     """Refuses a config whose field `name` has another value than `wanted`. A missing field is accepted.
 
-    Such fields are in published configs, and transformers does not read them.
+    It is for fields that are in published configs and that transformers does not read.
     """
     if (value := fields.get(name)) not in (None, wanted):
         fields.refuse(name, value, repr(wanted))

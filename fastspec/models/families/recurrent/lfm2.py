@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions, and attention in some layers. LFM2-MoE: the same with experts after the first layers.
+"""LFM2: gated short convolutions, and attention in some layers. LFM2-MoE also has experts, except in the first layers.
 
 Each head of queries and keys is normed. The router of LFM2-MoE uses sigmoids as scores, and adds a correction to them
 only to choose experts. LFM3 also has norms after attention and MLP, and a gate for each head. Some of its layers have

@@ -1,6 +1,7 @@
 """Bamba: layers with Mamba-2, and attention in some. Falcon-H1: attention and Mamba-2 side by side in every layer.
 
-Falcon-H1 has factors on the inputs and outputs of both, on parts of their input projections, and in its MLP.
+Falcon-H1 has factors on the inputs and outputs of attention and of Mamba-2. It also has factors on parts of their input
+projections, and in its MLP.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ _PARTS = 5  # parts of the input projection: z, x, B, C and the time steps
 
 
 def mamba_rule(fields: ConfigFields, norm: Literal["gate_first", "norm_first"] | None = "gate_first") -> MambaRule:
-    """Returns the sizes of a Mamba-2 layer, read from the config fields that Bamba, Granite 4 and Falcon-H1 have."""
+    """Returns the sizes of a Mamba-2 layer, read from the config fields that Bamba, Granite 4 and Falcon-H1 have.
+
+    For `norm` see `MambaRule`.
+    """
     least, highest = step_limits(fields)
     rule = MambaRule(
         heads=fields.count("mamba_n_heads", MAX_HEADS),
@@ -44,7 +48,7 @@ def with_whole_groups(fields: ConfigFields, rule: MambaRule, groups: str, heads:
 
 
 def step_limits(fields: ConfigFields) -> tuple[float, float]:
-    """Returns the lower and upper limit of a time step after softplus. The upper one may be infinite."""
+    """Returns the lower and the upper limit of Mamba-2's time step after softplus. The upper limit may be infinite."""
     limits = fields.get("time_step_limit")
     if limits is None:
         return 0.0, math.inf
@@ -57,7 +61,7 @@ def step_limits(fields: ConfigFields) -> tuple[float, float]:
 
 
 def with_mamba(fields: ConfigFields, plan: LayerPlan) -> LayerPlan:
-    """Returns a plan with Mamba-2 in place of attention."""
+    """Returns `plan` with Mamba-2 in place of attention."""
     bias, conv_bias = fields.flag("mamba_proj_bias"), fields.flag("mamba_conv_bias")
     return replace(plan, attends=False, rope=None, state=mamba_rule(fields), state_bias=bias, conv_bias=conv_bias)
 
