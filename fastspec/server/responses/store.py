@@ -197,7 +197,7 @@ class ResponseStore:
         self._conversations: OrderedDict[str, StoredConversation] = OrderedDict()
 
     def keep(self, response: StoredResponse) -> None:
-        """Stores a response under its id. Then drops the least recently used ended ones, until `size` of them are left."""
+        """Stores a response under its id. Drops the least recently used ended responses until `size` are left."""
         self._stored[response.body["id"]] = response
         ended = [id for id, each in self._stored.items() if not each.open]
         for id in ended[: max(0, len(ended) - self.size)]:
