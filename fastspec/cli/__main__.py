@@ -49,7 +49,7 @@ def end_now(code: object) -> None:
 
 
 def _is_watched() -> bool:
-    """True if an NVIDIA profiler or a memory checker is loaded in this process."""
+    """True if an NVIDIA profiler or compute-sanitizer is loaded in this process."""
     with suppress(OSError):
         files = MAPPED.read_text(encoding="utf-8", errors="replace")
         return any(name in files for name in WATCHED)

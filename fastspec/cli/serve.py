@@ -243,7 +243,10 @@ def _add_corpora(generator: FastSpecGenerator, corpora: Mapping[str, str]) -> No
 
 
 def _warm_up(generator: FastSpecGenerator, samplers: tuple[str, ...]) -> None:
-    """Captures the CUDA graphs of all decode steps before the first request, so that no answer waits for them."""
+    """Captures the CUDA graphs of all decode steps before the first request, so that no answer waits for a capture.
+
+    `samplers`: values of the argument `sampler` of `FastSpecGenerator.warmup`.
+    """
     for sampler in samplers:
         generator.warmup(sampler=sampler, length=generator.max_length)
         generator.warmup(sampler=sampler)

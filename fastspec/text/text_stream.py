@@ -19,8 +19,8 @@ _REACH = 4  # number of last tokens that are decoded again while a character is 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
     """Returns the bytes of a token that is only a part of a character, so that a decoder cannot show it alone.
 
-    Works for a byte token such as `<0xE9>`, and for tokens of byte-level BPE, whose names have one letter per byte
-    (`ByteLevel` of `tokenizers`, after GPT-2). Returns None for other tokenizers.
+    Works for byte tokens such as `<0xE9>`, and for tokens of byte-level BPE (GPT-2; `ByteLevel` of `tokenizers`).
+    Returns None for other tokenizers.
     """
     name = str(tokenizer.convert_ids_to_tokens(token))
     if found := BYTE_TOKEN.fullmatch(name):
@@ -32,9 +32,9 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
 class TextStream:
     """Converts token ids to pieces of text. A returned piece never changes.
 
-    The joined pieces are the text of `context + ids` after the text of `context`, as one call of the tokenizer's
-    `decode` gives it. Special tokens are left out. Spaces are not "cleaned up", because that would change text already
-    returned. A character of several tokens is held back until it is complete. `finish` returns the rest as `decode`
+    One call of the tokenizer's `decode` with `context + ids` gives the text of `context`, then the joined pieces.
+    Special tokens are left out. Spaces are not "cleaned up", because that would change text already returned. A
+    character of several tokens is held back until it is complete. `finish` returns an incomplete character as `decode`
     does, with U+FFFD.
 
     There is one difference, in a sequence of byte tokens (`<0xE9>`) with an invalid byte. `decode` writes U+FFFD for

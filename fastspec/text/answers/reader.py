@@ -205,7 +205,7 @@ class TextReader:
         return string_of((yield from self.json_text()))
 
     def python_value(self) -> Steps[str]:
-        """Takes and returns the text of a Python literal, up to a comma or a closing bracket that is not part of it."""
+        """Takes and returns the text of a Python literal. It ends before a comma or bracket that is not part of it."""
         taken, depth, quote, escaped = "", 0, "", False
         while char := (yield from self.next()):
             if quote:
