@@ -32,6 +32,8 @@ def end_now(code: object) -> None:
 
     The operating system frees host and GPU memory. In four cases this function returns, so that Python exits normally:
     another non-daemon thread runs, the exit code is a text, output cannot be written, or an NVIDIA profiler is loaded.
+
+    `code`: exit code, or the text that Python prints before it exits with 1. None: 0.
     """
     waits = any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread())
     if waits or not isinstance(code, int | None) or _is_watched():
@@ -47,7 +49,7 @@ def end_now(code: object) -> None:
 
 
 def _is_watched() -> bool:
-    """True if an NVIDIA profiler or checker is loaded in this process."""
+    """True if an NVIDIA profiler or compute-sanitizer is loaded in this process."""
     with suppress(OSError):
         files = MAPPED.read_text(encoding="utf-8", errors="replace")
         return any(name in files for name in WATCHED)

@@ -227,8 +227,9 @@ def _compare(plain: Mapping[str, _Runs], speculative: _Runs) -> None:
     """Prints the statistics of all runs, the speed-up over the fastest plain decoding, and whether texts are equal.
 
     Args:
-        plain: runs without drafts by the name of their decoding. The text of "plain" must equal the speculative text.
-        speculative: runs with drafts.
+        plain: runs without draft tokens, by the name of the decoding. The runs with the name "plain" must give the same
+            text as the speculative ones.
+        speculative: runs with draft tokens.
 
     Raises:
         typer.Exit: the texts of plain and speculative decoding differ.
@@ -248,14 +249,14 @@ def _compare(plain: Mapping[str, _Runs], speculative: _Runs) -> None:
 def _converse(
     generator: FastSpecGenerator, question: str, answered: _Runs, max_new_tokens: int, drafts: int | str
 ) -> None:
-    """Answers each line that the user types. Accepted drafts are green.
+    """Continues the conversation: answers each line that the user types. Accepted draft tokens are green.
 
     Args:
         generator: decodes the answers.
         question: first message of the conversation.
-        answered: runs that decoded its answer.
-        max_new_tokens: limit of tokens of an answer.
-        drafts: draft tokens per step, or "auto".
+        answered: runs that decoded the answer to `question`.
+        max_new_tokens: largest number of new tokens of an answer.
+        drafts: number of draft tokens per step, or "auto".
     """
     said = [{"role": "user", "content": question}, {"role": "assistant", "content": answered.results[0][0]}]
     typer.echo("(ask more; /bye or Ctrl-D ends)", err=True)
@@ -281,7 +282,7 @@ def _converse(
 
 
 def _show(piece: str, drafted: bool) -> None:
-    """Writes a piece of text. On a terminal accepted drafts are green."""
+    """Writes a piece of text. On a terminal it is green if `drafted` is True: an accepted draft token completed it."""
     write_text(piece, GREEN if drafted and sys.stdout is not None and sys.stdout.isatty() else "")
 
 
@@ -304,9 +305,9 @@ for _each in (pairs, quantize, chat, serve):
 
 
 class _Runs:
-    """Timed runs of one prompt with one number of drafts per step.
+    """Timed runs of one prompt with the same number of draft tokens per step.
 
-    The constructor makes an untimed run, which allocates memory and captures steps.
+    The constructor makes an untimed run first. It allocates memory and captures CUDA graphs.
     """
 
     def __init__(self, generator: FastSpecGenerator, ids: list[int], max_new_tokens: int, *, drafts: int | str) -> None:
@@ -348,7 +349,7 @@ def _opened(
 
 
 def _prompt_ids(generator: FastSpecGenerator, text: str, *, as_message: bool) -> list[int]:
-    """Returns the token ids of `text`, or with `as_message` those of a chat that has `text` as its only message.
+    """Returns the token ids of `text`. If `as_message` is True, returns the ids of a chat with `text` as only message.
 
     Raises:
         ConversationError: the checkpoint has no chat template, or it refuses the message.
@@ -403,7 +404,10 @@ def _replay(writer: StreamWriter, prompt: list[int], tokens: list[int]) -> None:
 
 
 def _by_position(stats: Stats) -> str:
-    """Formats the acceptance of each draft position: in which share of drafting steps draft 1, 2, .. k was accepted."""
+    """Formats the acceptance rate of each draft position as text.
+
+    The rate is the share of the steps with draft tokens in which draft token 1, 2, .. k was accepted.
+    """
     shares = stats.accepted_per_position
     if shares is None:
         return "accepted: nothing was drafted"

@@ -96,8 +96,8 @@ class Conversation:
     Attributes:
         generator: decodes the answers.
         system: the system message. None: no system message.
-        max_new_tokens: limit of tokens of an answer.
-        options: keyword arguments of `submit`.
+        max_new_tokens: largest number of new tokens of an answer.
+        options: keyword arguments of `FastSpecGenerator.submit`.
         said: (role, text) of each message.
     """
 
@@ -118,7 +118,7 @@ class Conversation:
 
     @property
     def manner(self) -> str:
-        """Sentence for the user that says whether a chat template formats the conversation."""
+        """Sentence for the user: it says whether a chat template formats the conversation."""
         if self.templated:
             return "a conversation, formatted by the checkpoint's chat template"
         return "the checkpoint has no chat template: it continues your text instead of answering"
@@ -209,13 +209,13 @@ class Conversation:
 
 
 class _Speed:
-    """Decoding speed of an answer: its tokens, and the seconds since the first one."""
+    """Measures the decoding speed of an answer: its number of tokens, and the seconds since its first token."""
 
     def __init__(self) -> None:
         self._count, self._first, self._told = 0, 0.0, 0.0
 
     def after_token(self) -> str:
-        """Counts a token. Returns a new status line, or an empty text if the last update was too recent."""
+        """Counts a token. Returns a new text for the status line, or an empty text if the last one is very recent."""
         now = time.perf_counter()
         self._first = self._first or now
         self._count += 1

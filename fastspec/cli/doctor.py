@@ -63,7 +63,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Findings under a title."""
+    """Section of a report: findings under a title."""
 
     title: str
     lines: tuple[Line, ...]
@@ -102,7 +102,7 @@ def diagnose(
 
     Args:
         device: the only device to check. Default: every CUDA device, and the CPU.
-        probes: functions that read the facts; tests replace them.
+        probes: functions that read the facts about this machine. Tests replace them.
         tell: called with the name of each check before it runs.
     """
     tell("looking at this machine")
@@ -137,9 +137,9 @@ def _first(device: str) -> str:
 
 
 def _section(title: str, lines: Callable[[], Iterator[Line]], worst: Status = "warn") -> Section:
-    """Returns a section with the lines that `lines()` yields.
+    """Returns a section of the report with the lines that `lines()` yields.
 
-    If it raises, the section has one line with the error, of status `worst`.
+    If `lines()` raises an error, the section has one line with the error and the status `worst`.
     """
     made = _attempt(lambda: tuple(lines()), title, worst, REPORT_IT)
     return Section(title, (made,) if isinstance(made, Line) else made)
@@ -295,7 +295,7 @@ def _check_lines(name: str, gpu: GpuFacts | None, probes: Probes) -> Iterator[Li
 
     Args:
         name: name of the device for torch.
-        gpu: its properties. None: a CPU, or a device that torch does not list.
+        gpu: properties of the device. None: it is the CPU, or torch does not list it.
         probes: functions that read the facts.
     """
     on_gpu = name.startswith("cuda")

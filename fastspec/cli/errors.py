@@ -17,12 +17,13 @@ from fastspec.errors import InvalidLogits, OutOfPages, RankFailed
 
 @contextmanager
 def errors_in_one_line(context: typer.Context | None = None) -> Iterator[None]:
-    """Turns an error that the user can fix into one line and exit code 2, and a warning into one line.
+    """Prints an error that the user can fix as one line, and exits with code 2. Prints a warning as one line.
 
     Other errors keep their traceback.
 
     Args:
-        context: context of the command. If given, argument names in messages are replaced by the command's flags.
+        context: context of the command. It replaces argument names in messages by the command's flags. None: the
+            messages stay.
     """
     import torch  # imported here, because `--help` does not need torch
 

@@ -37,7 +37,7 @@ MaxNewTokens = Annotated[int, typer.Option(help=_help("max_new_tokens"))]
 
 
 def _drafts(text: object) -> int | str:
-    """Parses a number of drafts, or "auto"."""
+    """Parses a number of draft tokens per step, or "auto"."""
     if str(text) == AUTO:
         return AUTO
     try:
@@ -123,9 +123,9 @@ Corpus = Annotated[
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds flags to a command: one for every row of OPTIONS that defines a flag.
+    """Adds flags to a command: one for every row of the table OPTIONS that defines a flag.
 
-    Their values reach the command as `**` keyword arguments, by the keyword of the row.
+    The command receives their values as `**` keyword arguments, under the keyword of the row.
     """
     own = inspect.signature(command, eval_str=True)
     kinds = {row.keyword: _annotated(row.flag) for row in OPTIONS if isinstance(row.flag, Flag)}
@@ -146,7 +146,7 @@ def _default(keyword: str) -> float | None:
 
 
 def _annotated(flag: Flag) -> Any:
-    """Returns the annotation from which typer makes a flag."""
+    """Returns the annotation of a parameter from which typer makes the flag."""
     told: dict[str, Any] = {"help": flag.help, "metavar": flag.metavar or None}
     names = [flag.name] if flag.name else []
     if flag.form is Form.FILE:
@@ -163,7 +163,7 @@ def options_of(flags: Mapping[str, Any]) -> dict[str, Any]:
     Other options keep the checkpoint's defaults.
 
     Raises:
-        typer.BadParameter: a flag that cannot be parsed or would have no effect.
+        typer.BadParameter: a flag cannot be parsed, or would have no effect.
     """
     options: dict[str, Any] = {}
     for row in OPTIONS:
@@ -207,17 +207,17 @@ def proposer_of(
 ) -> NGram | None:
     """Makes the proposer that --proposer names.
 
-    Without --proposer it is `suffix` if any other argument is given, else None.
+    If --proposer is not given, makes `suffix` if any other argument is given, else returns None.
 
     Args:
-        flag: value of --proposer.
+        flag: value of --proposer. None: it is not given.
         corpus: texts of --corpus by name. The proposer reserves memory for all their tokens.
         prediction: text of --prediction. The proposer reserves memory for all its tokens, too.
         remember: see `Suffix`.
 
     Raises:
-        typer.BadParameter: --proposer cannot be parsed, or it is `ngram`, which uses no other argument, and one is
-            given.
+        typer.BadParameter: --proposer cannot be parsed. Or it is `ngram`, which uses no other argument, and another
+            argument is given.
     """
     texts = [name for name, given in (("--corpus", corpus), ("--prediction", prediction)) if given]
     texts += ["--remember"] if remember else []
@@ -249,7 +249,7 @@ def corpora_of(files: Sequence[Path] | None) -> dict[str, str]:
 
 
 def check_values(flags: Mapping[str, Any]) -> None:
-    """Refuses numbers out of range and texts that are not UTF-8, before models are loaded.
+    """Checks the values of flags before models are loaded.
 
     Args:
         flags: values by the command's parameter names. Missing names are not checked.
@@ -332,7 +332,7 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
     """Returns (target, draft) as given, or the shipped pair if neither was.
 
     Raises:
-        typer.BadParameter: a draft without a target.
+        typer.BadParameter: a draft is given without a target.
     """
     if target is not None:
         return target, draft
@@ -345,7 +345,7 @@ def pair_of(target: str | None, draft: str | None) -> tuple[str, str | None]:
 def given(**options: Any) -> dict[str, Any]:
     """Returns the options that are not None, so that defaults apply to the others.
 
-    Then draft_quantization="none" becomes None: the draft's weights are not rounded.
+    draft_quantization="none" is returned as None, which means that the draft's weights are not quantised.
     """
     found = {name: value for name, value in options.items() if value is not None}
     return found | ({"draft_quantization": None} if found.get("draft_quantization") == "none" else {})
@@ -363,7 +363,7 @@ def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -
 def opened(context: typer.Context, target: str, draft: str | None, **options: Any) -> FastSpecGenerator:
     """Makes the generator of a command.
 
-    A program can call `app(obj=factory)`; then `factory` is called in place of `FastSpecGenerator`.
+    A program can call the command line as `app(obj=factory)`. Then `factory` is called instead of `FastSpecGenerator`.
     """
     if context.obj is not None:
         made: FastSpecGenerator = context.obj(target, draft, **options)
@@ -383,7 +383,7 @@ def read_config(context: typer.Context, file: Path | None) -> Path | None:
         file: TOML file, whose keys are flags without the leading dashes. None: the defaults stay.
 
     Raises:
-        typer.BadParameter: the file cannot be read, or a key is no flag of the command.
+        typer.BadParameter: the file cannot be read, or a key is not a flag of the command.
     """
     if file is None:
         return None

@@ -22,16 +22,16 @@ STDIN = "-"
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> tuple[str, bool]:
-    """Returns the prompt, and True if it was read from stdin.
+    """Returns (prompt, True if it was read from stdin).
 
     The text is used unchanged: a final newline is part of the prompt.
 
     Args:
-        prompt: value of `--prompt`. "-" reads stdin; so does None if there is no file and stdin is not a terminal.
-        file: value of `--prompt-file`.
+        prompt: value of `--prompt`. "-" reads stdin. None reads stdin if `file` is None and stdin is not a terminal.
+        file: value of `--prompt-file`. None: it is not given.
 
     Raises:
-        typer.BadParameter: two prompts, none, or one that is empty or not UTF-8.
+        typer.BadParameter: both prompts are given, or none. Or the prompt is empty or not UTF-8.
     """
     if prompt is not None and file is not None:
         raise typer.BadParameter("give one of --prompt and --prompt-file", param_hint="--prompt-file")
@@ -66,7 +66,7 @@ def check_call(given: Mapping[str, Any]) -> None:
         given: values by the command's parameter names. Missing names are not checked.
 
     Raises:
-        typer.BadParameter: a value out of range, or two values that exclude each other.
+        typer.BadParameter: a value is out of range, or two values exclude each other.
     """
     drafts, longest = given.get("num_speculative_tokens", 0), given.get("max_length")
     if drafts != AUTO and drafts < 0:

@@ -12,7 +12,7 @@ GREEN, _PLAIN = "\x1b[32m", "\x1b[0m"
 
 
 def write_text(text: str, colour: str = "") -> None:
-    """Writes a piece of text to stdout. For a terminal control characters are escaped, for a pipe they are not.
+    """Writes a piece of text to stdout. Control characters are escaped if stdout is a terminal.
 
     Characters that the encoding of stdout does not have are written as backslash escapes.
 

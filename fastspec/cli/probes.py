@@ -40,7 +40,10 @@ BUDGET = 30.0  # seconds that `self_check` may decode on one device
 
 @dataclass(frozen=True, slots=True)
 class GpuFacts:
-    """Properties of one device as torch reports them. `free`, `total` and `shared` (per block) are bytes."""
+    """Properties of one GPU as torch reports them.
+
+    `free` and `total` are bytes of its memory. `shared` is the number of bytes of shared memory of a CTA.
+    """
 
     index: int
     name: str
@@ -101,7 +104,7 @@ def gib(size: int) -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """Returns the version of an installed distribution, or None."""
+    """Returns the version of an installed distribution. None: it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -128,7 +131,7 @@ def torch_build() -> str:
 def nvidia_driver() -> str | None:
     """Returns the driver version that nvidia-smi reports, even if torch cannot use the driver.
 
-    None without nvidia-smi.
+    Returns None if there is no nvidia-smi.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -201,7 +204,10 @@ def python_headers() -> bool:
 
 
 def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the largest absolute difference of the Triton attention kernel from its torch definition (fp32, CPU)."""
+    """Returns the largest absolute difference between results of the Triton attention kernel and of torch.
+
+    torch computes the same attention in fp32 on the CPU.
+    """
     from fastspec.kernels.attention.prefill import paged_attention
 
     generator = torch.Generator("cpu").manual_seed(0)
@@ -226,11 +232,11 @@ def kernel_difference(device: torch.device, dtype: torch.dtype) -> float:
 def self_check(
     device: torch.device, dtype: torch.dtype, budget: float = BUDGET, clock: Callable[[], float] = time.monotonic
 ) -> Check:
-    """Decodes one prompt without drafts, with drafts, with automatic k, and sampled twice with one seed.
+    """Decodes one prompt without draft tokens, with 4 per step, with "auto", and sampled twice with the same seed.
 
     Args:
-        device, dtype: device and dtype of both models.
-        budget: seconds for all runs. After them the current run is stopped, and no other run is started.
+        device, dtype: device and dtype of target and draft model.
+        budget: time limit in seconds for all runs together. It stops the current run, and no other run is started.
         clock: returns the time in seconds.
     """
     from fastspec.generator import FastSpecGenerator
@@ -265,7 +271,12 @@ def self_check(
 
 
 def _summary(found: dict[str, Any], pair: str) -> Check:
-    """Returns the Check of the completed runs. `found`: outputs of `generate` by the names of the runs."""
+    """Returns the `Check` of the completed runs.
+
+    Args:
+        found: outputs of `generate` by the names of the runs.
+        pair: name of the pair of models that ran.
+    """
     greedy = [found[name].new_tokens for name in _GREEDY if name in found]
     draws = [found[name].new_tokens for name in ("draw", "the same draw") if name in found]
     missing = [name for name in _GREEDY if name not in found]
@@ -304,7 +315,7 @@ def _random_pair() -> tuple[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Probes:
-    """Facts about this machine, and the functions from which `doctor` gets all others."""
+    """Facts about this machine, and the functions from which `doctor` gets all other facts."""
 
     system: str = sys.platform
     machine: str = f"{platform.system()} {platform.release()} ({platform.machine()})"

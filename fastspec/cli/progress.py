@@ -16,12 +16,12 @@ _CLEAR = "\r\x1b[K"
 
 
 class Progress:
-    """Shows the running stage and the seconds since the command began. A context manager.
+    """Shows the name of the running stage and the seconds since the command began. It is a context manager.
 
     Writes nothing if the stream is not a terminal.
 
     Args:
-        stream: terminal to write to. Default: stderr.
+        stream: terminal to write to. None: stderr.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:

@@ -24,9 +24,9 @@ def this_rank() -> int:
 
 
 def follow(generator: FastSpecGenerator) -> None:
-    """Runs this rank's part of all steps of rank 0, until rank 0 ends.
+    """Runs this rank's part of every decode step that rank 0 starts, until rank 0 ends.
 
-    Ignores SIGTERM and SIGINT, because rank 0 first completes its answers.
+    Ignores SIGTERM and SIGINT, because rank 0 handles them and first completes its answers.
     """
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
@@ -54,7 +54,7 @@ def start_ranks(
         context: context of the command. If given, ranks may be forks of this process, which start faster.
 
     Raises:
-        typer.BadParameter: an unsupported number of ranks, or more ranks than GPUs.
+        typer.BadParameter: the number of ranks is not supported, or larger than the number of GPUs.
         typer.Exit: all ranks have ended. The code is 0, or 1 if a rank failed or was killed by a signal.
     """
     if count is None or count == 1:
@@ -144,7 +144,7 @@ def _may_copy_this_process() -> bool:
 
 
 def _check(count: int, device: str | None) -> None:
-    """Raises typer.BadParameter for a number of ranks or a device that every rank would refuse after its start."""
+    """Raises typer.BadParameter if every rank would refuse this number of ranks or this device after its start."""
     import torch
 
     from fastspec.distributed.slices import SIZES

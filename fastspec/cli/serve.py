@@ -243,7 +243,10 @@ def _add_corpora(generator: FastSpecGenerator, corpora: Mapping[str, str]) -> No
 
 
 def _warm_up(generator: FastSpecGenerator, samplers: tuple[str, ...]) -> None:
-    """Makes all steps ready before the first request, so that no answer waits for the capture of a CUDA graph."""
+    """Captures the CUDA graphs of all decode steps before the first request, so that no answer waits for a capture.
+
+    `samplers`: values of the argument `sampler` of `FastSpecGenerator.warmup`.
+    """
     for sampler in samplers:
         generator.warmup(sampler=sampler, length=generator.max_length)
         generator.warmup(sampler=sampler)
@@ -304,8 +307,8 @@ def _observers(access_log: str, traces_endpoint: str | None) -> Iterator[list[Ca
     """Yields the functions that the server calls with the record of each request: the access log, and traces.
 
     Args:
-        access_log: "text", "json" or "off".
-        traces_endpoint: URL for OTLP. None: no traces.
+        access_log: format of the access log: "text", "json" or "off".
+        traces_endpoint: URL to which spans are sent by OTLP. None: no traces.
 
     Raises:
         ValueError: traces need packages that are not installed.

@@ -18,10 +18,10 @@ def demo_pair() -> tuple[Path, Path]:
 
 
 def real_model(name: str) -> Path:
-    """Returns the GGUF file of one of `REAL_MODELS`, from the installed package.
+    """Returns the GGUF file of one of `REAL_MODELS`, from the installed package that contains it.
 
     Raises:
-        CheckpointError: another name, or the package is not installed.
+        CheckpointError: `name` is not in `REAL_MODELS`, or the package is not installed.
     """
     if name not in REAL_MODELS:
         raise CheckpointError(f"got the model {name!r}, wanted one of {', '.join(REAL_MODELS)}")

@@ -18,7 +18,7 @@ _ROOT_PATH: Final = re.compile(r"(/[^/\s?#]+)*")
 
 
 def check_api_key(key: str) -> None:
-    """Raises ValueError for a key that no client could send."""
+    """Raises ValueError if an API key is empty or blank, because no client could send it."""
     if not key.strip():
         raise ValueError("api_key is empty, which lets nobody in; give one, or none")
 
@@ -28,11 +28,12 @@ class Access:
     """Rules of access to a server, and the observers of its requests.
 
     Attributes:
-        api_keys: keys, of which each request must send one. Empty: no key is needed. /health and /ping never need one.
-        origins: origins of browser pages that may read answers, such as "https://chat.example"; "*": all.
+        api_keys: API keys. Each request must send one of them, except those to /health and /ping. Empty: no request
+            needs a key.
+        origins: origins of browser pages that may read answers, such as "https://chat.example". "*" is every origin.
         root_path: path that a proxy puts before the paths of this server, such as "/llm".
         observers: functions that are called with the record of each request after its end.
-        weight_updates: True if clients with a key may also change the model's weights, and pause it.
+        weight_updates: True if clients with a key may also change the model's weights, pause it and let it sleep.
 
     Raises:
         ValueError: a key is empty, an origin or the path is malformed, or weight updates are allowed without a key.
@@ -58,7 +59,7 @@ class Access:
             raise ValueError(f"root_path must begin with / and not end with it, got {self.root_path!r}")
 
     def check(self, request: Request) -> str | None:
-        """Checks the API key of a request, and returns it. Returns None if the server needs no key.
+        """Checks the API key in the header Authorization, and returns it. Returns None if the server needs no key.
 
         Raises:
             Refusal: the request has no key, or a wrong one.

@@ -1,4 +1,4 @@
-"""Routes of the HTTP server. A completion is sent as one body, or as a stream of server-sent events."""
+"""Routes of the HTTP server. An answer is sent as one JSON body, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
         return JSONResponse(refusal.body, refusal.status, headers=error.headers)
 
     async def unforeseen(request: Request, error: Exception) -> Response:
-        """Returns the response to an internal error. uvicorn logs the traceback."""
+        """Returns the HTTP response for an unexpected error. uvicorn logs the traceback."""
         refusal = failed(error)
         meters.requests.labels(str(refusal.status)).inc()
         return JSONResponse(refusal.body, refusal.status)
@@ -223,11 +223,13 @@ async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
 
 
 def best_of(texts: list[tuple[Answer, str, str]], drawn: int, num_answers: int) -> list[tuple[Answer, str, str]]:
-    """Chooses for each prompt the answers with the largest mean log-probability per token, and renumbers them.
+    """Keeps the best answers of each prompt, and renumbers them.
+
+    The best ones have the largest mean log-probability per token.
 
     Args:
-        texts: (answer, its text, its finish reason) of each answer, prompt by prompt.
-        drawn: number of answers of each prompt.
+        texts: (answer, its text, its finish reason) for each answer. The answers of one prompt are adjacent.
+        drawn: number of answers that were decoded for each prompt.
         num_answers: number of answers to keep for each prompt.
     """
     if drawn == num_answers:

@@ -1,4 +1,4 @@
-"""HTTP bodies: reads those of requests within limits, and sends answers as events until the client disconnects."""
+"""HTTP bodies: reads request bodies within limits of size and time, and sends answers as server-sent events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOGGER = logging.getLogger("fastspec.server")
 
 
 async def _data(request: Request, limit: int) -> bytes:
-    """Returns the body of a request. Raises Refusal if it has more than `limit` bytes, or another type than JSON."""
+    """Returns the body of a request. Raises Refusal if it has more than `limit` bytes, or its type is not JSON."""
     kind = request.headers.get("content-type", "").split(";")[0].strip()
     # browsers send JSON to another site only after a preflight request, so foreign pages cannot use this server
     if kind.lower() != "application/json":
@@ -47,12 +47,12 @@ async def read_body(service: Service, request: Request, kind: type[BodyT]) -> Bo
     """Reads and checks the JSON body of a request.
 
     Args:
-        service: limits, and names of the model.
-        request: the request.
-        kind: class of the body.
+        service: has the limits of bodies, and the names of the model.
+        request: the HTTP request.
+        kind: pydantic class of the body.
 
     Raises:
-        Refusal: the body does not arrive in time, is too long, or has a wrong field or model.
+        Refusal: the body does not arrive in time, is too long, or has an invalid field or an unknown model.
     """
     try:
         data = await asyncio.wait_for(_data(request, service.limits.body), service.limits.seconds)
@@ -70,11 +70,11 @@ async def read_body(service: Service, request: Request, kind: type[BodyT]) -> Bo
 
 
 def note_taken(given: list[str], rows: Mapping[str, RequestField], noted: set[str]) -> None:
-    """Logs fields that are accepted but change no answer, each name once.
+    """Logs the names of request fields that are accepted but change no answer. Each name is logged once.
 
     Args:
         given: names of such fields in a request.
-        rows: rows of the table of all fields, by name.
+        rows: rows of `field_table` by field name. They have the reason why a field changes no answer.
         noted: names that were logged before. The new ones are added to it.
     """
     for name in given:
@@ -84,7 +84,7 @@ def note_taken(given: list[str], rows: Mapping[str, RequestField], noted: set[st
 
 
 async def unless_gone(result: Coroutine[Any, Any, T], request: Request) -> T:
-    """Returns the result of a coroutine. Cancels it and raises Refusal if the client disconnects before."""
+    """Returns the result of a coroutine. If the client disconnects first, cancels it and raises Refusal."""
     task, gone = asyncio.ensure_future(result), asyncio.ensure_future(_gone(request))
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
@@ -110,8 +110,8 @@ class EventStream(StreamingResponse):
     """Response that sends server-sent events.
 
     Args:
-        events: bytes of each event.
-        ended: function that is called when all events are sent, or the client has disconnected.
+        events: yields the bytes of each event.
+        ended: function that is called after all events are sent, or after the client has disconnected.
     """
 
     def __init__(self, events: AsyncIterator[bytes], ended: Callable[[], None] = lambda: None) -> None:
@@ -120,7 +120,7 @@ class EventStream(StreamingResponse):
         self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events, then calls `ended`."""
+        """Sends the events as the HTTP response, then calls the constructor's argument `ended`."""
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -128,10 +128,10 @@ class EventStream(StreamingResponse):
 
 
 def event(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of a server-sent event with a JSON object."""
+    """Formats a JSON object as the bytes of one server-sent event."""
     return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
 
 
 def typed_event(content: Mapping[str, Any]) -> bytes:
-    """Returns the bytes of an event of /v1/responses. It has a line with its type before the JSON object."""
+    """Formats an event of /v1/responses as bytes: a line with its type, then a line with the JSON object."""
     return f"event: {content['type']}\n".encode() + event(content)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape."""
+"""Errors that refuse HTTP requests, with the JSON body of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Refusal(Exception):
     """Error that refuses a request. It has the status and the body of the HTTP answer.
 
     Args:
-        message: value that was got, value that was wanted, and the next step.
+        message: text for the client. It has the value that was sent, the allowed values, and the next step.
         field: name of the faulty field of the request's body. None: the error is not about a field.
         status: HTTP status.
-        kind: OpenAI's type of the error.
-        code: OpenAI's code of the error.
+        kind: value of `type` in the body, such as "server_error".
+        code: value of `code` in the body, such as "model_not_found". None: the error has no code.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class Refusal(Exception):
         self.body: dict[str, Any] = {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
     def renamed(self, message: str, field: str | None) -> Refusal:
-        """Returns the same refusal with another message and field."""
+        """Returns a copy of this refusal with another message and field, and the same status, type and code."""
         error = self.body["error"]
         return Refusal(message, field, status=self.status, kind=error["type"], code=error["code"])
 
 
 def of_option(error: Exception, fields: set[str]) -> Refusal:
-    """Turns an error of `submit` about an option into a refusal that names the field of the request.
+    """Converts an error of `FastSpecGenerator.submit` about an option to a refusal that names the request's field.
 
     Args:
         error: error whose message begins with the name of the option.
-        fields: names of the fields that the request has. The one that set the option is named.
+        fields: names of all fields in the request. The refusal names the one that set the option.
     """
     message = str(error)
     found = re.match(r"(?:option )?(\w+)", message)
@@ -69,22 +69,22 @@ def loading() -> Refusal:
 
 
 def failed(error: Exception) -> Refusal:
-    """Makes the refusal of a request that failed by an error of the model or the device. Later ones may succeed."""
+    """Makes the refusal of a request that an error of the model or the device stopped. Later requests may succeed."""
     return Refusal(str(error), status=500, kind="server_error", code="generation_failed")
 
 
 def sleeping() -> Refusal:
-    """Makes the refusal of a request to a model that sleeps."""
+    """Makes the refusal of a request that arrives while the model sleeps, which frees its memory."""
     return Refusal("the model sleeps; POST /wake_up first", status=503, kind="server_error", code="sleeping")
 
 
 def going_down() -> Refusal:
-    """Makes the refusal of a request whose answer the end of the server cuts off."""
+    """Makes the refusal of a request whose answer is cut off because the server shuts down."""
     return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")
 
 
 def too_late(seconds: float) -> Refusal:
-    """Makes the refusal of a request whose answer took longer than the limit, `seconds`."""
+    """Makes the refusal of a request whose answer took longer than the time limit, `seconds`."""
     message = (
         f"the answer took more than {seconds:g} s and was stopped; ask for fewer tokens, or serve with "
         "--limit seconds=TIME"

@@ -1,8 +1,8 @@
-"""Tables with one row for each field of a request: OpenAI's, vLLM's and fastspec's own.
+"""Tables with one row for each field of a request: fields of OpenAI's and vLLM's APIs, and fastspec's own.
 
-FIELDS are those of chats and completions, RESPONSE_FIELDS those of /v1/responses. The parsers of bodies and
-docs/fields.md read them. A field that a body has by itself is served. The others are taken (their values are checked
-and change no answer) or refused.
+FIELDS has the fields of chats and completions, RESPONSE_FIELDS those of /v1/responses. The parsers of request bodies
+use the tables, and docs/fields.md is written from them. A served field has an effect. A taken field is accepted: its
+type is checked, but it changes no answer. All other fields are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastspec.server.errors import Refusal
 
 
 class Treatment(Enum):
-    """Treatment of a field by the server."""
+    """Treatment of a request field by the server: served, taken (accepted without effect) or refused."""
 
     SERVED = "served"
     TAKEN = "taken"
@@ -28,14 +28,14 @@ class RequestField:
     """One field of a request.
 
     Attributes:
-        name: key in the body.
-        origin: the specification that has it: "OpenAI", "vLLM" or "fastspec".
-        paths: "chat", "completions" and "responses": the paths whose specification has it.
-        treatment: by the server.
-        note: for a served field its values; for a taken one the reason why no answer changes; for a refused one the
-            reason and the next step.
-        kind: type of the values of a taken field.
-        neutral: values of a refused field that ask for nothing; they are accepted.
+        name: key in the JSON body.
+        origin: API that defines the field: "OpenAI", "vLLM" or "fastspec".
+        paths: API paths that define the field, some of "chat", "completions" and "responses".
+        treatment: treatment of the field by the server.
+        note: text for docs/fields.md and for errors. A served field has its values here, and a taken field the reason
+            why it changes no answer. A refused field has the reason and the next step.
+        kind: type of the values of a taken field. None for other fields.
+        neutral: values of a refused field that have no effect. A request with such a value is accepted.
     """
 
     name: str
@@ -381,15 +381,15 @@ RESPONSE_TAKEN: Final[Mapping[str, RequestField]] = {
 def without_neutral(
     body: Mapping[str, object], served: Mapping[str, object], rows: Mapping[str, RequestField]
 ) -> dict[str, object]:
-    """Leaves out refused fields whose values ask for nothing.
+    """Returns the fields of a request without the refused fields whose values have no effect.
 
     Args:
-        body: fields of a request.
-        served: fields that this kind of body has; no others are refused here.
-        rows: rows of the table by name.
+        body: fields of the request, by name.
+        served: fields that the class of the body defines, by name. They are always kept.
+        rows: rows of the table by field name.
 
     Raises:
-        Refusal: a refused field with another value; it tells the reason and the next step.
+        Refusal: a refused field has another value. The message has the reason and the next step.
     """
     kept = {}
     for name, value in body.items():

@@ -1,4 +1,4 @@
-"""Bodies of requests with OpenAI's fields, checked by pydantic. A field that is not served is refused by its name."""
+"""Request bodies of chats and completions, as pydantic classes. An unknown field is refused, and the error names it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ResponseFormat(BaseModel):
 
     @property
     def schema_of_text(self) -> dict[str, Any] | None:
-        """JSON schema of the answer. None: any text."""
+        """JSON schema that the answer must follow. None: any text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise Refusal("response_format of type json_schema, and no other, has a json_schema", "response_format")
         if self.json_schema is not None:
@@ -71,7 +71,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's field structured_outputs: the form that the answer must have, by exactly one of these fields."""
+    """vLLM's field structured_outputs: the form that the answer must have. Exactly one of its fields is given."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -83,10 +83,10 @@ class StructuredOutputs(BaseModel):
 
     @property
     def option(self) -> tuple[str, str | dict[str, Any]]:
-        """Name and value of the keyword argument of `submit` for this form.
+        """(name, value) of the keyword argument of `FastSpecGenerator.submit` that demands this form.
 
         Raises:
-            Refusal: none of the fields is given, or several are.
+            Refusal: none of the fields is given, or several are given.
         """
         choice = None if self.choice is None else "|".join(re.escape(one) for one in self.choice)
         options = {
@@ -136,7 +136,7 @@ class Prediction(BaseModel):
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """The predicted text, with its parts joined."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
@@ -177,7 +177,7 @@ class NamedChoice(BaseModel):
 
 
 class AllowedFunctions(BaseModel):
-    """Functions that may be called; with the mode "required" one of them must be."""
+    """Functions that may be called. With the mode "required" the answer must call one of them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -203,7 +203,7 @@ _RANGES: Mapping[str, FieldInfo] = {
 
 
 def _numeric_fields() -> dict[str, Any]:
-    """Returns pydantic's definitions of the fields that set an option with one number, by the protocol's names."""
+    """Returns pydantic's definitions of the fields with one number, such as temperature, by the API's field names."""
     fields: dict[str, Any] = {}
     for keyword, number in NUMBERS.items():
         kind: Any = int if isinstance(number.neutral, int) else float
@@ -216,7 +216,7 @@ def taken_fields(rows: Mapping[str, RequestField]) -> dict[str, Any]:
     """Returns pydantic's definitions of the fields that are accepted but change no answer. Their types are checked.
 
     Args:
-        rows: rows of these fields in the table of all fields, by name.
+        rows: rows of these fields in `field_table`, by field name.
     """
     return {name: (row.kind | None, None) for name, row in rows.items()}
 
@@ -224,7 +224,7 @@ def taken_fields(rows: Mapping[str, RequestField]) -> dict[str, Any]:
 class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):  # type: ignore[misc]
     """Fields that the bodies of chats and of completions share.
 
-    A field that is null counts as left out. `field_table` lists all fields, and what each of them means.
+    A field that is null counts as left out. `field_table` lists all fields with their meaning.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -265,22 +265,22 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
 
     @property
     def taken(self) -> list[str]:
-        """Names of given fields that change no answer."""
+        """Names of the request's fields that are accepted but change no answer."""
         return [name for name in TAKEN if name in self.model_fields_set]
 
     @property
     def stops(self) -> list[str]:
-        """Stop strings. They end an answer, and are no part of it."""
+        """Stop strings. An answer ends before the first of them. Empty: there are none."""
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
     def recorded(self) -> int | None:
-        """Number of most probable tokens to report beside each new token. None: no log-probabilities."""
+        """Number of most probable tokens to report for each new token. None: no log-probabilities are reported."""
         raise NotImplementedError
 
     @property
     def scored(self) -> int | None:
-        """Number of most probable tokens to report beside each token of the prompt. None: no log-probabilities."""
+        """Number of most probable tokens to report for each prompt token. None: no log-probabilities are reported."""
         return self.prompt_logprobs
 
     @property
@@ -290,11 +290,11 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """Name and value of the field that limits the number of tokens."""
+        """(name, value) of the field that limits the number of new tokens. The value is None if it is not given."""
         return "max_tokens", self.max_tokens
 
     def options(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `submit` for the given fields. Other options keep their defaults."""
+        """Returns the keyword arguments of `FastSpecGenerator.submit` that the request's fields set."""
         given = {keyword: getattr(self, ROWS[keyword].field) for keyword in NUMBERS}
         options: dict[str, Any] = {keyword: value for keyword, value in given.items() if value is not None}
         if options.get("top_k") == -1:
@@ -324,15 +324,17 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
 
     @property
     def schema_of_text(self) -> dict[str, Any] | None:
-        """JSON schema that the answer must follow. None: there is none."""
+        """JSON schema that the answer must follow. None: no schema is demanded."""
         schema: dict[str, Any] | None = self.constraint().get("json_schema")
         return schema
 
     def constraint(self) -> dict[str, Any]:
-        """Returns the keyword argument of `submit` that restricts the text of the answer. Empty: any text.
+        """Returns the keyword argument of `FastSpecGenerator.submit` that restricts the answer's text.
+
+        An empty dict allows any text.
 
         Raises:
-            Refusal: two fields restrict it, or min_tokens is given beside a restriction.
+            Refusal: two fields restrict the text, or min_tokens is given beside a restriction.
         """
         schema = None if self.response_format is None else self.response_format.schema_of_text
         constraint: dict[str, Any] = {} if schema is None else {"json_schema": schema}
@@ -373,22 +375,25 @@ class Completion(Body):
 
     @property
     def drawn(self) -> int:
-        """`best_of`, else `n`."""
+        """Number of answers to decode for each prompt: `best_of` if it is given, else `n`."""
         return self.best_of or self.n
 
     @property
     def recorded(self) -> int | None:
-        """The field `logprobs`, which is a number in completions."""
+        """Number of most probable tokens to report for each new token: the field `logprobs`. None: it is not given."""
         return self.logprobs
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """Name and value of `max_tokens`. For 0 one token is decoded, and left out of the answer."""
+        """("max_tokens", its value or None). For 0 the value is 1: the decoded token is left out of the answer."""
         return "max_tokens", None if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def scored(self) -> int | None:
-        """The larger one of `prompt_logprobs` and, with `echo`, `logprobs`. None: neither is given."""
+        """Number of most probable tokens to report for each prompt token.
+
+        It is the larger one of `prompt_logprobs` and, with `echo`, `logprobs`. None: neither is given.
+        """
         wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
         return max((each for each in wanted if each is not None), default=None)
 
@@ -452,7 +457,7 @@ class Chat(Body):
 
     @property
     def _chosen(self) -> list[str] | None:
-        """Names of the functions that `tool_choice` names. None: it names none."""
+        """Names of the functions in `tool_choice`. None: it has no names of functions."""
         if isinstance(self.tool_choice, NamedChoice):
             return [self.tool_choice.function.name]
         if isinstance(self.tool_choice, AllowedChoice):
@@ -471,7 +476,7 @@ class Chat(Body):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """Tools that the model may call. With `must_call` it must call one of them."""
+        """Tools that the model may call. If `must_call` is True, it must call one of them."""
         if self.tool_choice == "none":
             return ()
         functions = [one for one in self._functions if self._chosen is None or one.name in self._chosen]
@@ -483,24 +488,30 @@ class Chat(Body):
 
     @property
     def must_call(self) -> bool:
-        """True if the answer must be a call."""
+        """True if the answer must call a tool."""
         if isinstance(self.tool_choice, AllowedChoice):
             return self.tool_choice.allowed_tools.mode == "required"
         return self.tool_choice == "required" or isinstance(self.tool_choice, NamedChoice)
 
     @property
     def one_call(self) -> bool:
-        """True if the answer may have one call at most. A named function is called once."""
+        """True if the answer may have at most one tool call.
+
+        This is so if parallel_tool_calls is false, or if tool_choice names the one function to call.
+        """
         return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedChoice)
 
     @property
     def recorded(self) -> int | None:
-        """The field `top_logprobs`, or 0 without it, if `logprobs` is true. Else None."""
+        """Number of most probable tokens to report for each new token: `top_logprobs`, or 0 if it is not given.
+
+        None if `logprobs` is not true: no log-probabilities are reported.
+        """
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def limit(self) -> tuple[str, int | None]:
-        """Name and value of `max_completion_tokens` if it is given, else of `max_tokens`."""
+        """(name, value) of `max_completion_tokens` if it is given, else of `max_tokens`. The value may be None."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
@@ -515,7 +526,10 @@ def _function_of(at: int, tool: dict[str, Any]) -> Function:
 
 
 def _object_schema(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the JSON schema of a function's arguments for its field `parameters`."""
+    """Returns the JSON schema that the arguments of a call must follow.
+
+    `given` is the field `parameters` of the function. None: the arguments may be any JSON object.
+    """
     schema: dict[str, Any] = constraints({"type": "object", **(given or {})})
     return schema
 
@@ -527,7 +541,7 @@ def _id(key: str) -> int:
 
 
 def _of_union(place: str) -> bool:
-    """True if a part of the location of a pydantic error is not a field, but a type of a union."""
+    """True if `place`, a part of the location of a pydantic error, names a type of a union instead of a field."""
     return place in ("str", "int") or place.startswith(("constrained-", "list[", "literal["))
 
 
@@ -535,12 +549,11 @@ def read(kind: type[BaseModel], data: bytes) -> Any:
     """Parses and checks the JSON body of a request.
 
     Args:
-        kind: class of the body.
+        kind: pydantic class of the body.
         data: JSON text in UTF-8.
 
     Raises:
-        Refusal: the text is not JSON, a field is missing, not served, or has an invalid value. The error names the
-            field.
+        Refusal: the text is not JSON, or a field is missing, unknown or invalid. The error names the field.
     """
     try:
         return kind.model_validate_json(data)
@@ -555,18 +568,18 @@ def read(kind: type[BaseModel], data: bytes) -> Any:
 
 
 def _names(error: ErrorDetails) -> list[str]:
-    """Returns the names of the fields that lead to the value of an error, from the outermost."""
+    """Returns the path of field names to the value that pydantic refused, from the outermost field."""
     return [str(part) for part in error["loc"] if not _of_union(str(part))]
 
 
 def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[str]:
-    """Describes the errors of one field.
+    """Returns texts that describe the errors of one field.
 
-    If the type of the field is a union, each of its types gives an error. Only the most deeply nested errors are
-    described, because their types are most like the value.
+    If the type of the field is a union, pydantic reports an error for each type of the union. Only the most deeply
+    nested errors are described, because their types are most like the value.
 
     Args:
-        place: location of an error; its first part is the field.
+        place: location of one error. Its first part is the name of the field.
         errors: all errors of the body.
     """
     each: dict[object, ErrorDetails] = {}
@@ -579,6 +592,6 @@ def _nearest(place: tuple[int | str, ...], errors: list[ErrorDetails]) -> list[s
 
 
 def words_of(error: ErrorDetails) -> str:
-    """Formats an error of pydantic, with the name of the field and its value."""
+    """Formats an error of pydantic as one text with the path of the field, the problem and the value."""
     given = "" if error["type"] in ("missing", "json_invalid") else f", got {str(error['input'])[:_TOLD]!r}"
     return f"{'.'.join(_names(error)) or 'the body'}: {error['msg']}{given}"

@@ -1,4 +1,4 @@
-"""Metrics of /metrics: fastspec's own, and the same values under vLLM's names, which dashboards query."""
+"""Prometheus metrics of GET /metrics: fastspec's own, and metrics with vLLM's names, which dashboards query."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ class Live:
     """Functions that return current values. They are called at each request to /metrics.
 
     Attributes:
-        running, waiting: number of answers that have a row of the batch, and of those that wait for one.
-        kv_usage: share of the K/V cache that rows use, 0 to 1.
+        running: returns the number of answers that have a batch slot.
+        waiting: returns the number of answers that wait for a batch slot.
+        kv_usage: returns the share of the K/V cache's pages that running answers use, 0 to 1.
     """
 
     running: Callable[[], float]
@@ -38,10 +39,10 @@ class Live:
 
 
 class Meters:
-    """The metrics of one server, in a registry of its own.
+    """Prometheus metrics of one server, in a registry of their own.
 
     Args:
-        longest: longest time that a request may take, in seconds.
+        longest: time limit of a request in seconds. It is the upper end of the histograms.
         model: name of the model, a label of vLLM's metrics.
         live: functions for the metrics with current values. None: these metrics are left out.
     """
@@ -60,7 +61,7 @@ class Meters:
         self._vllm = _OfVllm(self.registry, to["buckets"], model, live)
 
     def first_token(self, seconds: float) -> None:
-        """Records the time from a request to its first token."""
+        """Records the time from a request to the first token of an answer."""
         self.first.observe(seconds)
         self._vllm.first.observe(seconds)
 
@@ -75,14 +76,14 @@ class Meters:
         self._vllm.whole.observe(seconds)
 
     def waited(self, seconds: float) -> None:
-        """Records the time that an answer waited for a row of the batch."""
+        """Records the time that an answer waited for a batch slot."""
         self._vllm.queue.observe(seconds)
 
     def count(self, prompt_tokens: int, requests: Sequence[Request]) -> None:
         """Adds the token counts of one HTTP request.
 
         Args:
-            prompt_tokens: number of tokens of all its prompts.
+            prompt_tokens: number of tokens of all prompts of the HTTP request.
             requests: requests of the scheduler, one for each of its answers.
         """
         rows = [each.stats() for each in requests]
@@ -98,7 +99,7 @@ class Meters:
 
 
 class _OfVllm:
-    """The metrics that vLLM has, too, with vLLM's names and labels."""
+    """Prometheus metrics with the names and labels of vLLM's metrics."""
 
     def __init__(self, registry: CollectorRegistry, buckets: list[float], model: str, live: Live | None) -> None:
         to: dict[str, Any] = {"registry": registry}

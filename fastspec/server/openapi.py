@@ -1,4 +1,4 @@
-"""The description of the server in OpenAPI, for GET /openapi.json: made of the bodies that requests are read by."""
+"""OpenAPI document of the server, for GET /openapi.json. It has the schemas of the classes that parse requests."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ _RESPONSE: Final[Json] = {
 
 
 def _answer(kind: str) -> Json:
-    """Schema of an answer of one of OpenAI's paths."""
+    """Returns the JSON schema of an answer of /v1/completions or /v1/chat/completions. `kind`: its key `object`."""
     return {
         "type": "object",
         "required": ["id", "object", "created", "model", "choices", "usage"],
@@ -106,11 +106,11 @@ def _answer(kind: str) -> Json:
 
 
 def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
-    """The OpenAPI document of a server.
+    """Returns the OpenAPI document of a server.
 
     Args:
-        root_path: path that a proxy puts before those of the server.
-        weight_updates: with the paths of a trainer.
+        root_path: path that a proxy puts before the paths of the server. Empty: there is none.
+        weight_updates: True adds the paths for a trainer, such as /update_weights.
     """
     bodies: list[type[BaseModel]] = [
         Chat,
@@ -172,7 +172,7 @@ def description(root_path: str = "", *, weight_updates: bool = False) -> Json:
 
 
 def _of_the_store() -> Json:
-    """Paths of stored responses and conversations."""
+    """Returns the OpenAPI entries of the paths of stored responses and conversations."""
     id, item, response = _path_parameter("id"), _path_parameter("item"), _json("ResponseAnswer")
     follow = [
         {"name": "stream", "in": "query", "schema": {"enum": ["true", "false"], "default": "false"}},
@@ -246,7 +246,7 @@ def _operation(summary: str, content: Json) -> Json:
 
 
 def _open_get(summary: str, model: str) -> Json:
-    """A GET for which no key is needed."""
+    """Returns the OpenAPI entry of a path that needs no API key. `model`: name of the schema of its answer."""
     one = _operation(summary, _json(model)) | {"security": list[Json]()}
     one["responses"]["503"] = {"description": "The models are loading.", "content": _json(model)}
     return {"get": one, "head": one}

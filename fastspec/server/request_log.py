@@ -1,4 +1,4 @@
-"""Records of requests: an id, times and counts. The access log writes a line for each, traces make a span."""
+"""Records of HTTP requests: id, times and token counts. The access log and the traces are made from them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RequestRecord:
         method, path: HTTP method and path.
         headers: headers of the request.
         started: time of arrival, in nanoseconds since the epoch.
-        status: HTTP status of the answer. 0: none was sent, because the client was gone.
+        status: HTTP status of the answer. 0: no answer was sent, because the client had disconnected.
         seconds: time from arrival to the end of the answer.
         model: name of the model in the request. None: the request names none.
         job: answers that are decoded for the request. None: none were begun.
@@ -58,7 +58,10 @@ class RequestRecord:
         return 200 <= self.status < 300 and self.path.endswith(_PROBES)
 
     def facts(self) -> dict[str, str | int | float | None]:
-        """Returns the facts of an ended request by name: names, token counts, and times in seconds."""
+        """Returns id, path, status, model, token counts and times (seconds) of an ended request, by name.
+
+        A time is None if the request ended before it was known.
+        """
         told: dict[str, str | int | float | None] = {
             "id": self.id,
             "method": self.method,
@@ -100,7 +103,7 @@ class Recorded:
         self._app, self._observers = app, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request by the inner application, and records it."""
+        """Passes a request to the wrapped application, then calls the observers with the request's record."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -135,7 +138,7 @@ class AccessLog:
         self._as_json, self._logger = as_json, logging.getLogger(_ACCESS)
 
     def __call__(self, record: RequestRecord) -> None:
-        """Writes the line of an ended request."""
+        """Writes the log line of an ended request."""
         level = logging.DEBUG if record.is_usual_probe else logging.INFO
         if not self._logger.isEnabledFor(level):
             return
@@ -148,9 +151,9 @@ class AccessLog:
 
 
 def _word(value: object) -> str:
-    """Returns a value as one word of a log line.
+    """Formats a value for a line of the access log. None becomes a dash.
 
-    A text with spaces or control characters is written as JSON, so that a client cannot forge a line.
+    A text with spaces or control characters is written as a JSON string, so that a client cannot forge a line.
     """
     text = "-" if value is None else str(value)
     return text if text.isascii() and text.isprintable() and " " not in text else json.dumps(text)
@@ -160,7 +163,7 @@ def set_up_logging(level: str) -> None:
     """Sends the logs of the server and of uvicorn to stderr.
 
     Args:
-        level: least level to log, one of LEVELS. Of uvicorn warnings are the least, except with "debug".
+        level: lowest level that is logged, one of LEVELS. uvicorn logs at least warnings, and more only with "debug".
     """
     chosen = logging.getLevelName(level.upper())
     for name, form in (("fastspec", "fastspec: %(message)s"), (_ACCESS, "%(message)s"), ("uvicorn", "%(message)s")):

@@ -1,4 +1,4 @@
-"""Runs the server until a signal ends it."""
+"""Opens the sockets of the HTTP server, and runs the server until a signal ends it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _BACKLOG = 1024  # connections that wait to be accepted
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Opens a socket that accepts connections; port 0 takes any free one.
+    """Opens a TCP socket that accepts connections. Port 0 takes any free port.
 
     Raises:
         ValueError: the address cannot be used.
@@ -48,7 +48,7 @@ def listening(host: str, port: int) -> socket.socket:
 def listening_at(path: Path) -> Iterator[socket.socket]:
     """Opens a Unix socket that accepts connections, and removes its file at the end of the block.
 
-    If the file exists, and no process listens on it, it is replaced.
+    An existing socket file is replaced if no process listens on it.
 
     Raises:
         ValueError: the path cannot be used.
@@ -70,7 +70,7 @@ def listening_at(path: Path) -> Iterator[socket.socket]:
 
 
 def _is_idle(path: Path) -> bool:
-    """True if no process listens on a Unix socket."""
+    """True if no process listens on the Unix socket at `path`."""
     with socket.socket(socket.AF_UNIX) as probe:
         return probe.connect_ex(str(path)) != 0
 
@@ -115,7 +115,7 @@ def _config(app: ASGIApp, certificate: Certificate | None, drain: float) -> uvic
 
 @contextlib.contextmanager
 def answering_that_models_load(on: socket.socket, certificate: Certificate | None = None) -> Iterator[None]:
-    """Answers requests with status 503 until the block ends, in a thread.
+    """Answers requests in a thread with status 503, because the models are loading, until the block ends.
 
     Connections that clients open after the block wait until a server accepts them.
 
@@ -146,14 +146,15 @@ async def _say_loading(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Server(uvicorn.Server):
-    """Answers requests until SIGTERM, Ctrl-C or `should_exit`, then completes the running answers.
+    """HTTP server. It runs until SIGTERM, Ctrl-C or `should_exit`, then completes the running answers.
 
-    A second signal, or the end of `drain`, cancels them; their clients get an error.
+    A second signal cancels the running answers. They are also cancelled `drain` seconds after the first one. Their
+    clients then get an error.
 
     Args:
         service: decodes the answers.
-        access: rules of access, and observers.
-        drain: seconds in which running answers may complete at the end.
+        access: rules of access, and observers of requests. None: see `app_of`.
+        drain: seconds in which running answers may complete after the first signal.
         certificate: files for TLS. None: plain HTTP.
         started: function that is called when the server is ready.
     """
@@ -172,14 +173,14 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts uvicorn, then calls `started`."""
+        """Starts uvicorn, then calls the constructor's argument `started`."""
         self._loop = asyncio.get_running_loop()
         self._loop.set_default_executor(ThreadPoolExecutor(_WORKERS, "fastspec"))
         await super().startup(sockets)
         self._told()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Shuts uvicorn down. After `drain` seconds running answers are cancelled, and background ones at the end."""
+        """Shuts uvicorn down. Running answers are cancelled after `drain` seconds, background answers at the end."""
         timer = asyncio.get_running_loop().call_later(self._drain, self._service.end)
         try:
             await super().shutdown(sockets)
@@ -191,7 +192,7 @@ class Server(uvicorn.Server):
         """Handles SIGINT and SIGTERM.
 
         The first signal begins the shutdown, which waits for running answers. The second one cancels these answers.
-        Later ones have the effect that they have in uvicorn: SIGINT closes all connections at once.
+        Later signals are handled by uvicorn: SIGINT closes all connections at once.
         """
         if self.should_exit and not self._service.cut_off and self._loop is not None:
             self._loop.call_soon_threadsafe(self._service.end)
@@ -199,7 +200,7 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
 
     def serve_on(self, *sockets: socket.socket) -> None:
-        """Serves until the end."""
+        """Answers requests that arrive on these sockets, until the server is told to end."""
         if threading.current_thread() is threading.main_thread():
             # after draining, uvicorn raises the signal again for the handler that was there before: this server's
             for one in (signal.SIGINT, signal.SIGTERM):

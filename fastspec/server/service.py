@@ -1,4 +1,4 @@
-"""Submits HTTP requests to one generator, within limits, and counts their answers."""
+"""Submits HTTP requests to one generator within limits, and counts their tokens."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Limits:
     """Limits of one request, and of all requests together.
 
     Attributes:
-        body: bytes of a request's body.
-        tokens: new tokens of an answer. None: all remaining context.
-        requests: answers of all clients that run or wait.
-        seconds: time for all answers of a request.
+        body: largest number of bytes of a request's body.
+        tokens: largest number of new tokens of an answer. None: as many as the context has room for.
+        requests: largest number of answers that run or wait, for all clients together.
+        seconds: longest time in seconds for all answers of one request.
 
     Raises:
         ValueError: a limit is not above 0.
@@ -67,7 +67,15 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Token counts of a request: of its prompts, of their part from the prefix cache, and of its answers and drafts."""
+    """Token counts of one request.
+
+    Attributes:
+        prompt: tokens of all prompts.
+        cached: prompt tokens that were found in the prefix cache, over all answers.
+        completion: new tokens of all answers.
+        drafted: draft tokens of all answers.
+        accepted: accepted draft tokens of all answers.
+    """
 
     prompt: int
     cached: int
@@ -84,10 +92,10 @@ class Job:
         prompt_tokens: number of tokens of all prompts.
         seconds: time limit. All answers are cancelled after it.
         meters: metrics that record tokens and times.
-        release: function that `close` calls.
+        release: function that `close` calls last. It makes room for other requests.
 
     Attributes:
-        first_token: seconds from the start to the first token of an answer. None: there is none yet.
+        first_token: seconds from the start to the first token of any answer. None: there is no token yet.
     """
 
     def __init__(
@@ -102,12 +110,12 @@ class Job:
 
     @property
     def queue_seconds(self) -> float | None:
-        """Longest time in seconds that an answer waited for a row of the batch. None: no answer has a row yet."""
+        """Longest time in seconds that an answer waited for a batch slot. None: no answer has a slot yet."""
         waits = [answer.waited for answer in self.answers if answer.waited is not None]
         return max(waits, default=None)
 
     def close(self) -> None:
-        """Cancels unfinished answers and counts tokens. A second call does nothing."""
+        """Cancels unfinished answers, and adds the token counts to the metrics. A second call does nothing."""
         if not self._closed:
             self._closed = True
             self._timer.cancel()
@@ -119,7 +127,7 @@ class Job:
             self._release()
 
     def stop(self, why: Refusal) -> None:
-        """Cancels all answers. Whoever reads their pieces gets `why` as an error."""
+        """Cancels all answers. `pieces` and `merged` then raise `why`."""
         self._why = why
         self.cancel()
 
@@ -154,7 +162,13 @@ class Job:
         self._meters.answer_ended(time.perf_counter() - self._start)
 
     async def merged(self) -> AsyncIterator[tuple[Answer, Piece]]:
-        """Yields the pieces of all answers while they are decoded. A slow reader delays no answer: pieces then join."""
+        """Yields (answer, piece) of all answers while they are decoded.
+
+        A slow reader delays no answer, because several pieces are then joined to one.
+
+        Raises:
+            Refusal: an answer was cancelled or failed.
+        """
         queue: asyncio.Queue[tuple[Answer, Piece | Exception]] = asyncio.Queue(maxsize=len(self.answers))
 
         async def feed(answer: Answer) -> None:
@@ -189,7 +203,10 @@ class Job:
         )
 
     def usage(self) -> dict[str, Any]:
-        """Returns the token counts so far as OpenAI's `usage`. Accepted drafts are its accepted predictions."""
+        """Returns the token counts so far as OpenAI's `usage` object.
+
+        Accepted and rejected draft tokens are its accepted and rejected prediction tokens.
+        """
         counts = self.counts()
         reasoning = sum(answer.reasoning_tokens for answer in self.answers)
         return {
@@ -207,13 +224,14 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class RequestPlan:
-    """Prompts of a request, and how its answers are parsed and restricted.
+    """Prompts of a request, with the formats and restrictions of its answers.
 
     Attributes:
         prompts: token ids of each prompt.
-        formats: formats of a chat's answers. None: a completion, whose answer is only text.
-        rule: restrictions of an answer.
-        opened: True if the prompt has begun the reasoning.
+        formats: formats of reasoning and tool calls in a chat's answers. None: the answer of a completion is plain
+            text.
+        rule: restrictions of each answer.
+        opened: True if the prompt ends with the beginning of the reasoning.
     """
 
     prompts: list[list[int]]
@@ -223,11 +241,11 @@ class RequestPlan:
 
     @property
     def field(self) -> str:
-        """Name of the request's field that restricts the answer, for errors."""
+        """Name of the request's field that restricts the answer: "tools" or "response_format". Errors name it."""
         return "tools" if self.rule.tools else "response_format"
 
     def parser(self) -> AnswerParser | None:
-        """Makes a parser for one answer. None for a completion."""
+        """Makes a parser for one answer. Returns None for a completion, because its answers are not parsed."""
         return None if self.formats is None else AnswerParser(self.formats, self.rule.tools, opened=self.opened)
 
     def new_call_id(self) -> str:
@@ -243,16 +261,16 @@ class Service:
     Args:
         generator: generator with a tokenizer.
         name: name of the model, in requests and answers.
-        limits: limits of requests.
-        aliases: other names that requests may use.
+        limits: limits of requests. None: the defaults of `Limits`.
+        aliases: other names of the model that requests may use.
         sanitize_control_tokens: True encodes control tokens in messages of all requests as plain text.
         tool_call_parser, reasoning_parser: names of formats, see `formats_of`.
-        response_store: number of responses to keep for later requests of /v1/responses.
+        response_store: number of responses to keep, so that later requests of /v1/responses can continue them.
 
     Attributes:
         responses: store of the kept responses.
-        names: names of the model in requests; the first is in answers, too.
-        cut_off: number of requests that `end` cancelled.
+        names: all names of the model that requests may use. Answers have the first one.
+        cut_off: number of requests that were cancelled because the server ends.
         meters: metrics of /metrics.
         created: time of creation, in seconds since the epoch.
 
@@ -296,7 +314,7 @@ class Service:
 
     @property
     def _with_row(self) -> int:
-        """Number of open answers that have a row of the batch."""
+        """Number of open answers that have a batch slot."""
         return sum(answer.waited is not None for job in list(self._jobs) for answer in job.answers if answer.open)
 
     def _admit(self, count: int) -> None:
@@ -315,7 +333,10 @@ class Service:
         self.meters.running.set(self._running)
 
     def end(self) -> None:
-        """Cancels all answers, because the server ends. Call it in the event loop. Later answers are cancelled, too."""
+        """Cancels all answers, because the server ends. Call it in the event loop.
+
+        Answers that are still being submitted are cancelled after their submission.
+        """
         self._ended = True
         for job in self._jobs:
             self._cut(job)
@@ -335,7 +356,11 @@ class Service:
             )
 
     async def start(self, body: Body, api_key: str | None = None) -> Job:
-        """Submits all answers of a request to the generator.
+        """Submits all answers of a request to the generator. Returns them as a job.
+
+        Args:
+            body: body of the request.
+            api_key: API key of the request. None: the server needs no key.
 
         Raises:
             Refusal: a field is not supported, or a limit is exceeded.
@@ -366,7 +391,7 @@ class Service:
         return job
 
     def _submit(self, body: Body, api_key: str | None = None) -> tuple[list[Answer], int]:
-        """Submits all answers of a request. Returns them, and the number of tokens of all prompts."""
+        """Submits all answers of a request. Returns (answers, number of tokens of all prompts). Args: see `start`."""
         plan = self._chat_plan(body) if isinstance(body, Chat) else RequestPlan(self._prompts(body))
         answers: list[Answer] = []
         drafts_from = _session_of(self.generator, api_key) | _predicted(self.generator, body.prediction)
@@ -459,9 +484,9 @@ class Service:
             raise Refusal(str(error), "messages") from error
 
     def _grammar(self, body: Body, plan: RequestPlan) -> dict[str, Any]:
-        """Returns options that replace `json_schema` by a grammar, for an answer with reasoning or tool calls.
+        """Returns the options of `FastSpecGenerator.submit` that replace `json_schema` by a grammar.
 
-        Empty if no grammar is needed.
+        An answer with reasoning or tool calls may need a grammar. Returns an empty dict if none is needed.
 
         Raises:
             Refusal: there is no grammar for this request, or min_tokens is given.
@@ -521,7 +546,15 @@ class Service:
 
 
 def _variables(body: Chat, template: str) -> dict[str, Any]:
-    """Returns the variables of the chat template that fields of a chat set. Raises Refusal if it reads none of them."""
+    """Returns the chat template's variables that the fields reasoning_effort and chat_template_kwargs set.
+
+    Args:
+        body: body of the chat.
+        template: Jinja text of the template.
+
+    Raises:
+        Refusal: reasoning_effort is given, but the template reads no variable for it.
+    """
     variables: dict[str, Any] = {}
     effort = body.reasoning_effort
     if effort is not None:
@@ -536,9 +569,9 @@ def _variables(body: Chat, template: str) -> dict[str, Any]:
 
 
 def _session_of(generator: FastSpecGenerator, api_key: str | None) -> dict[str, str]:
-    """Returns the keyword argument `session` of `submit` for requests with this API key.
+    """Returns the keyword argument `session` of `FastSpecGenerator.submit` for requests with this API key.
 
-    Empty if the generator does not draft from earlier answers of a session, or if there is no key.
+    Returns an empty dict if `api_key` is None, or if the generator does not draft from a session's earlier answers.
     """
     if api_key is None or generator.remembers != "session":
         return {}
@@ -546,10 +579,10 @@ def _session_of(generator: FastSpecGenerator, api_key: str | None) -> dict[str, 
 
 
 def _predicted(generator: FastSpecGenerator, prediction: Prediction | None) -> dict[str, str]:
-    """Returns the keyword argument `predictions` of `submit`.
+    """Returns the keyword argument `predictions` of `FastSpecGenerator.submit`.
 
-    Empty if there is no text, or if the generator has no room for one. A prediction changes no answer, so a server
-    without room for it ignores it.
+    Returns an empty dict if `prediction` has no text or is None, or if the generator cannot draft from predictions.
+    Such a generator ignores them, because they change no answer.
     """
     if prediction is None or not prediction.text or not generator.prediction_tokens:
         return {}

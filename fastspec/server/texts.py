@@ -19,17 +19,17 @@ BROKEN = "\ufffd"  # a decoder writes this for a part of a character
 
 
 class Visible:
-    """Text of an answer up to a stop string, while its tokens arrive.
+    """Decodes the tokens of an answer to text while they arrive, up to the first stop string.
 
-    Text that may begin a stop string is held back until the next tokens decide. The joined pieces do not depend on the
-    division of tokens into calls.
+    Text that may be the beginning of a stop string is held back until the next tokens decide. The joined pieces do not
+    depend on the number of tokens in each call of `push`.
 
     Args:
         tokenizer: the target's tokenizer.
         prompt: token ids before the answer.
         stops: stop strings. The text ends before the first of them.
         skip_special_tokens: True leaves special tokens out of the text, see `decode` of transformers.
-        marks: id -> text of special tokens that stay in the text.
+        marks: id -> text of special tokens that stay in the text. None: there are none.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class Visible:
         self._kept = {} if marks is None or not skip_special_tokens else marks
 
     def push(self, tokens: list[int]) -> str:
-        """Receives new tokens. Returns the text that is final now; may be empty."""
+        """Receives new tokens. Returns the new text that later tokens cannot change. It may be empty."""
         if not self._kept.keys() & set(tokens):
             return self._release(self._stream.push(tokens), last=False)
         pieces = [self._kept[token] if token in self._kept else self._stream.push([token]) for token in tokens]
         return self._release("".join(pieces), last=False)
 
     def finish(self) -> str:
-        """Returns the rest of the text, because no more tokens follow."""
+        """Returns the text that was held back. Call it after the last token."""
         return self._release(self._stream.finish(), last=True)
 
     def _release(self, piece: str, *, last: bool) -> str:
@@ -71,13 +71,13 @@ class Visible:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """New part of an answer, from one or more steps.
+    """New part of an answer, from one or more decode steps.
 
     Attributes:
-        text: new text; may be empty.
-        start, stop: range of the new tokens in the answer.
+        text: new text. It may be empty.
+        start, stop: indices of the first new token in the answer, and of the token after the last new one.
         reason: finish reason in the last piece: "stop", "length", "tool_calls" or "abort". None in other pieces.
-        events: new events of a chat's answer.
+        events: events that the parser of a chat's answer found in the text. Empty for a completion.
     """
 
     text: str
@@ -88,7 +88,7 @@ class Piece:
 
 
 class Answer:
-    """One answer while it is decoded.
+    """One answer of a request while it is decoded.
 
     Args:
         index: number of the answer in its request, from 0.
@@ -96,14 +96,15 @@ class Answer:
         tokenizer: the target's tokenizer.
         stops: stop strings. The text ends before the first of them.
         skip_special_tokens: True leaves special tokens out of the text.
-        parser: parser for the reasoning and the calls of a chat's answer. None: a completion.
-        marks: id -> text of special tokens that the parser needs.
-        new_call_id: makes the id of each call.
+        parser: parser for the reasoning and the tool calls of a chat's answer. None: the answer of a completion is not
+            parsed.
+        marks: id -> text of special tokens that the parser needs. None: there are none.
+        new_call_id: makes the id of each tool call.
 
     Attributes:
         whole: the parsed answer of a chat so far.
-        call_ids: id of each call.
-        reasoning_tokens: number of tokens of the reasoning, with those that mark its beginning and end.
+        call_ids: id of each tool call so far.
+        reasoning_tokens: number of tokens of the reasoning, with the tokens that mark its beginning and end.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Answer:
 
     @property
     def waited(self) -> float | None:
-        """Seconds from `submit` until this answer got a row of the batch. None: it has none yet."""
+        """Seconds from `submit` until this answer got a batch slot. None: it has no slot yet."""
         admitted = self.request.admitted
         return None if admitted is None else max(0.0, admitted - self.handle.delivery.started)
 
@@ -170,7 +171,7 @@ class Answer:
         yield Piece(text, shown, shown, "tool_calls" if reason == "stop" and self.call_ids else reason, events)
 
     def _read(self, visible: Visible, tokens: list[int]) -> str:
-        """Receives new tokens. Returns the text that is final now, and passes it to the parser."""
+        """Passes new tokens to `visible`, and the new final text to the parser. Returns this text."""
         if self._parser is None:
             return visible.push(tokens)
         pieces = []
@@ -189,7 +190,7 @@ class Answer:
         return tuple(events)
 
     def message(self) -> dict[str, Any]:
-        """Returns a chat's answer as OpenAI's message."""
+        """Returns the complete answer of a chat as OpenAI's `message` object."""
         whole = self.whole
         content = whole.content if whole.content or not whole.calls else None
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -203,7 +204,7 @@ class Answer:
         return message
 
     def delta(self, event: Event) -> dict[str, Any]:
-        """Returns an event as the delta of OpenAI's streamed message."""
+        """Converts an event of the parser to OpenAI's `delta` object, a part of a streamed message."""
         if isinstance(event, Content):
             return {"content": event.text}
         if isinstance(event, CallBegins):
@@ -214,9 +215,9 @@ class Answer:
         return {"reasoning_content": event.text, "reasoning": event.text}
 
     def chat_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Returns the log-probabilities of tokens `start` to `stop` as in /v1/chat/completions.
+        """Returns the log-probabilities of the answer's tokens `start` to `stop` - 1, as in /v1/chat/completions.
 
-        None if they were not requested.
+        Returns None if log-probabilities were not requested.
         """
         if self.handle.call.options.top_logprobs is None:
             return None
@@ -228,9 +229,9 @@ class Answer:
         return {"content": content, "refusal": None}
 
     def text_logprobs(self, start: int, stop: int) -> dict[str, Any] | None:
-        """Returns the log-probabilities of tokens `start` to `stop` as in /v1/completions.
+        """Returns the log-probabilities of the answer's tokens `start` to `stop` - 1, as in /v1/completions.
 
-        None if they were not requested.
+        Returns None if log-probabilities were not requested.
         """
         if self.handle.call.options.top_logprobs is None:
             return None
@@ -254,7 +255,7 @@ class Answer:
     def echoed_logprobs(self) -> dict[str, Any] | None:
         """Returns the log-probabilities of the prompt's tokens in the form of `text_logprobs`.
 
-        None if they were not requested. The first token of a prompt has no log-probability.
+        Returns None if log-probabilities were not requested. The first token of a prompt has no log-probability.
         """
         scores, top = self.request.scores, self.handle.call.options.top_logprobs
         if scores is None or top is None:
@@ -277,9 +278,10 @@ class Answer:
         }
 
     def prompt_logprobs(self, top: int) -> list[dict[str, Any] | None]:
-        """Returns the log-probabilities of the prompt's tokens in vLLM's form: by id, with the `top` most probable ids.
+        """Returns vLLM's `prompt_logprobs`: a dict for each token of the prompt, but None for the first token.
 
-        The first token has none. The rank of a token is None if it is not one of the recorded most probable tokens.
+        The keys of a dict are the token's id and the ids of the `top` most probable tokens at its position. A rank is
+        None if the token is not among the recorded most probable tokens.
         """
         scores = self.request.scores
         assert scores is not None, "the request asks for them"
@@ -296,7 +298,10 @@ class Answer:
         return places
 
     def _offsets_of(self, start: int, stop: int) -> list[int]:
-        """Returns the number of characters before each token. Tokens that share a character have the same number."""
+        """Returns the number of the answer's characters before each of its tokens `start` to `stop` - 1.
+
+        Tokens that are parts of the same character have the same number.
+        """
         for token in self.request.new_tokens[len(self._offsets) - 1 : stop]:
             self._offsets.append(self._offsets[-1] + len(self._placed.push([token])))
         return self._offsets[start:stop]
@@ -307,7 +312,10 @@ class Answer:
         return {"token": name, "logprob": logprob, "bytes": None if made is None else list(made)}
 
     def _by_text(self, values: dict[int, float]) -> dict[str, float]:
-        """Returns log-probabilities by the text of their tokens. If a text is taken, the key is `token_id:ID`."""
+        """Replaces the token ids in `values` by the texts of the tokens.
+
+        If several tokens have the same text, the keys of all but the first are `token_id:ID`.
+        """
         named: dict[str, float] = {}
         for token, value in values.items():
             name = self._key(token)
@@ -321,6 +329,9 @@ class Answer:
         return name if made is None else "bytes:" + "".join(f"\\x{byte:02x}" for byte in made)
 
     def _name(self, token: int) -> str:
-        """Returns the text of a token after other tokens, because some decoders drop a space at the beginning."""
+        """Returns the text that a token adds after other tokens.
+
+        A token that is decoded alone may lose its leading space.
+        """
         one, two = self._decoded([token], False), self._decoded([token] * 2, False)
         return two[len(one) :] if two.startswith(one) else one

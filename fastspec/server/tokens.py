@@ -1,4 +1,4 @@
-"""POST /tokenize and POST /detokenize, with vLLM's bodies. Also the answers of /health and /version."""
+"""Bodies and answers of POST /tokenize and POST /detokenize, as in vLLM. Also the answers of /health and /version."""
 
 from __future__ import annotations
 

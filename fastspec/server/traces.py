@@ -1,4 +1,4 @@
-"""Spans of requests for OpenTelemetry. Needs the extra `otel`."""
+"""OpenTelemetry spans of HTTP requests. Needs the package's extra `otel`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ _NAMES: Final = {
 
 
 class Traces:
-    """Makes a span for each request. Its parent is the span in the header traceparent (W3C Trace Context).
+    """Makes an OpenTelemetry span for each request.
+
+    The parent of the span is named by the request's header traceparent (W3C Trace Context).
 
     Args:
         exporter: sends the spans. A separate thread calls it.
@@ -47,13 +49,13 @@ class Traces:
 
     @classmethod
     def to(cls, endpoint: str) -> Traces:
-        """Returns a Traces that sends spans by OTLP over HTTP to a URL, such as http://host:4318/v1/traces."""
+        """Makes a `Traces` object that sends spans to a URL, such as http://host:4318/v1/traces, by OTLP over HTTP."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
         return cls(OTLPSpanExporter(endpoint))
 
     def __call__(self, record: RequestRecord) -> None:
-        """Makes the span of an ended request. Successful requests of monitoring tools get none."""
+        """Makes the span of an ended request. Successful requests of monitoring tools get no span."""
         if record.is_usual_probe:
             return
         from opentelemetry.trace import SpanKind, Status, StatusCode
@@ -71,5 +73,5 @@ class Traces:
         span.end(record.started + int(record.seconds * 1e9))
 
     def close(self) -> None:
-        """Sends the last spans."""
+        """Sends the last spans, and stops the exporter."""
         self._provider.shutdown()

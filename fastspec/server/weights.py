@@ -1,6 +1,6 @@
-"""Control of a served model by a trainer: new weights for target or draft, pauses, and sleep.
+"""Operations of a trainer on a served model: new weights for target or draft, pauses, and sleep.
 
-A server has these routes only if `Access.weight_updates` is True.
+A server has routes for them only if `Access.weight_updates` is True.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class UpdateWeights(BaseModel):
     """The body of POST /update_weights.
 
     Attributes:
-        path: directory on the server's machine, or Hub id.
+        path: checkpoint with the new weights: a directory on the server's machine, or a Hub id.
         target_model: True updates the target, False the draft model.
-        version: name of the target's new weights. None: the number of its updates so far.
+        version: name of the target's new weights. None: the number of the target's updates so far.
         running: "wait" lets running answers complete before the update, "abort" ends them at once.
     """
 
@@ -56,7 +56,7 @@ class Sleeping(BaseModel):
 
 
 class WeightControl:
-    """Changes the weights of a served generator, pauses it, and lets it sleep. Makes one change at a time.
+    """Changes the weights of a served generator, pauses it, and puts it to sleep. Makes one change at a time.
 
     Args:
         generator: generator that serves requests.
@@ -73,44 +73,44 @@ class WeightControl:
 
     @property
     def paused(self) -> Paused:
-        """Tells whether the generator is paused: new requests then wait for `resume`."""
+        """Tells whether the generator is paused. While it is paused, new requests wait until `resume`."""
         return Paused(is_paused=self._generator.paused)
 
     async def update(self, body: UpdateWeights) -> WeightVersion:
-        """Replaces the weights of target or draft while no answer runs. New requests wait until it is done.
+        """Replaces the weights of target or draft while no answer runs. New requests wait until the update has ended.
 
         Raises:
-            Refusal: the weights do not fit this model, and nothing has changed. Or copying failed midway: then requests
-                are refused until an update replaces all tensors.
+            Refusal: the weights do not fit this model, or copying failed midway. In the first case nothing has changed.
+                In the second case requests are refused until an update replaces all tensors.
         """
         await self._change(lambda: self._update(body))
         return self.version
 
     async def pause(self, mode: str) -> Paused:
-        """Lets new requests wait until `resume`. Returns when the running answers have ended.
+        """Holds new requests until `resume`. Returns when the running answers have ended.
 
         Args:
             mode: "wait" lets running answers complete. "abort" ends them at once, with the tokens that they have.
 
         Raises:
-            Refusal: the mode is neither.
+            Refusal: `mode` has another value.
         """
         _check_mode(mode)
         await self._change(lambda: self._generator.pause(abort=mode == "abort"))
         return self.paused
 
     async def resume(self) -> Paused:
-        """Ends a pause: waiting requests are decoded."""
+        """Ends a pause, so that the requests that wait are decoded."""
         await self._change(self._generator.resume)
         return self.paused
 
     @property
     def sleeping(self) -> Sleeping:
-        """Tells whether the model sleeps."""
+        """Tells whether the model sleeps, so that its memory is free."""
         return Sleeping(is_sleeping=self._generator.asleep is not None)
 
     async def sleep(self, level: str, mode: str) -> Sleeping:
-        """Frees memory of the model when the running answers have ended. Requests are refused until `wake_up`.
+        """Frees memory of the model after the running answers have ended. Requests are refused until `wake_up`.
 
         Args:
             level: "1" or "2", see `FastSpecGenerator.sleep`.
@@ -130,7 +130,7 @@ class WeightControl:
 
         Args:
             path: checkpoint with new weights of the target, after level 2. None: the checkpoint that was served.
-            version: name of these weights.
+            version: name of these weights. None: see `UpdateWeights.version`.
 
         Raises:
             Refusal: the weights do not fit, or memory is missing. The model still sleeps.

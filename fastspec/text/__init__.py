@@ -13,7 +13,7 @@ __all__ = ["StreamWriter", "TextStream", "escape_control"]
 
 
 def __getattr__(name: str) -> Any:
-    """Imports names that need transformers on first use."""
+    """Imports a public name of this package at its first use, if the name needs transformers."""
     if name not in ("StreamWriter", "TextStream"):
         raise AttributeError(f"module 'fastspec.text' has no attribute {name!r}")
     from fastspec.text import text_stream

@@ -104,7 +104,10 @@ class ChatTemplate:
         return bool(self.tokenizer.chat_template)
 
     def text(self, *, tools: list[Message] | None = None) -> str:
-        """Returns the Jinja text of the template for conversations with these tools. Empty if there is no template."""
+        """Returns the Jinja text of the template for conversations with these tools.
+
+        Returns an empty text if there is no template. `tools` may be None: no tools.
+        """
         return str(self.tokenizer.get_chat_template(tools=tools)) if self.exists else ""
 
     def ids(
@@ -200,10 +203,10 @@ class ChatTemplate:
         return self._contents[template, role]
 
     def _shows(self, template: str, role: str, content: str | list[Message]) -> bool | None:
-        """True if the template renders `content`, which contains _MARK, in a message of this role.
+        """Returns True if the template renders `content`, which contains _MARK, in a message of this role.
 
-        False if the template leaves it out, or prints a list of parts as Python writes it. None if every trial
-        conversation raised an error.
+        Returns False if the template leaves it out, or prints a list of parts in Python's notation. Returns None if
+        every trial conversation raised an error.
         """
         shown = None
         for conversation in _with_content(role, content):
@@ -249,7 +252,7 @@ class ChatTemplate:
         return None
 
     def _writes_tools(self, template: str) -> bool:
-        """True if tools change the rendered prompt, or if a trial raised an error."""
+        """True if tools change the rendered prompt, or if the trial conversation raised an error."""
         if template not in self._tools:
             plain: list[Message] = [{"role": "user", "content": self._content_form(template, "user").of(_OTHER)}]
             without, having = self._rendered(template, plain), self._rendered(template, plain, [_TRIAL_TOOL])
@@ -269,7 +272,7 @@ class ChatTemplate:
 
 
 def _with_reasoning(template: str, message: Message) -> Message:
-    """Renames the reasoning field of an earlier answer to the name that the template reads.
+    """Renames the reasoning field of an assistant's message to the field name that the template reads.
 
     A message with both content and tool calls is returned unchanged: gpt-oss's template refuses `thinking` there.
     """
@@ -310,7 +313,10 @@ def _with_content(role: str, content: str | list[Message]) -> list[list[Message]
 
 
 def _around(text: str) -> str:
-    """Returns the rendered text around _MARK. If the template printed a list of parts, its keys are in this text."""
+    """Returns the trial content (_MARK) with the 30 characters before and after it in the rendered text.
+
+    If the template printed a list of parts instead of rendering it, the result contains the keys of the parts.
+    """
     at = text.index(_MARK)
     return text[max(0, at - 30) : at + len(_MARK) + 30]
 

@@ -1,4 +1,4 @@
-"""Decodes token ids without transformers' wrapper, which costs more time than the decoding itself."""
+"""Decodes token ids without transformers' wrapper. The wrapper takes more time than the decoding itself."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Decoder: TypeAlias = Callable[[list[int], bool], str]
 
 
 def decoder_of(tokenizer: PreTrainedTokenizerBase) -> Decoder:
-    """Returns the method `decode` of a tokenizer as a function of ids and `skip_special_tokens`.
+    """Returns a function of token ids and `skip_special_tokens` that decodes ids like the tokenizer's `decode`.
 
-    Spaces are not "cleaned up". If the tokenizer's class has its own `decode`, that one is used.
+    It does not "clean up" spaces. If the tokenizer's class has its own `decode`, the function calls that method.
     """
     kind = type(tokenizer)
     same = kind.decode is PreTrainedTokenizerBase.decode

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 class OriginWriter(BaseStreamer):
     """Streamer that tells for each piece of text whether a draft token completed it.
 
-    A step emits its accepted drafts and then one token of the target. Only at the end of a row the target's token may
-    be cut off, so that the last token is a draft. So the last token of a step is held back until the next step, or
-    until `finish`.
+    A decode step emits its accepted draft tokens and then one token of the target. Only in the last step of a row the
+    target's token may be cut off. Then the last token is a draft token. So the last token of a step is held back until
+    the next step, or until `finish`.
 
     Args:
         tokenizer: the target's tokenizer.
-        write: called with each piece of text, and True if a draft completed it.
+        write: called with (piece of text, True if a draft token completed it).
         stop_strings: stop strings of the call.
     """
 
@@ -39,7 +39,7 @@ class OriginWriter(BaseStreamer):
         )
 
     def put(self, value: Any) -> None:
-        """Receives the prompt's ids the first time, then the ids of each step ([n])."""
+        """Receives the prompt's token ids at the first call, then the new token ids of each decode step ([n])."""
         if not self._begun:
             self._writer.put(value)
             self._begun = True
@@ -57,7 +57,7 @@ class OriginWriter(BaseStreamer):
         """Writes the last token and the text that was held back.
 
         Args:
-            drafted: True if the end of the row cut the target's token off, so that the last token is a draft.
+            drafted: True if the target's last token was cut off, so that the last token is a draft token.
         """
         self._put_last(drafted=drafted)
         self._writer.end()

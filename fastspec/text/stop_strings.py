@@ -1,9 +1,9 @@
-"""Stop strings. After each step the host searches for them in the text of each row.
+"""Stop strings. After each decode step the host searches for them in the text of each row of the batch.
 
-A row ends with the first token that completes a stop string, as in transformers' `StopStringCriteria`, however tokens
-are divided into steps. The string may begin in the prompt, unless the user excludes that, but must end after it. The
-returned ids include the whole last token, but the text ends with the stop string. The searched text is that of
-`TextStream` over all ids, with special tokens.
+A row ends with the first token that completes a stop string, as in transformers' `StopStringCriteria`. The number of
+tokens per step makes no difference. The string may begin in the prompt, unless the user excludes that, but must end
+after the prompt. The returned ids include the whole last token, but the text ends with the stop string. `TextStream`
+makes the searched text from all ids, with special tokens.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fastspec.text.text_stream import StreamWriter, TextStream
 
 
 def first_end(before: str, new: str, stop_strings: Sequence[str]) -> int:
-    """Returns the number of characters of `new` up to the end of the first complete stop string. 0 if there is none.
+    """Returns the number of characters of `new` up to the end of the first complete stop string.
 
-    The string may begin in `before`.
+    The string may begin in `before`, the text before `new`. Returns 0 if there is no complete stop string.
     """
     text, known = before + new, len(before)
     starts = [(text.find(string, max(0, known - len(string) + 1)), len(string)) for string in stop_strings]
@@ -31,7 +31,7 @@ class StopWatch:
 
     Args:
         tokenizer: the target's tokenizer.
-        stop_strings: non-empty texts, at least one.
+        stop_strings: stop strings, at least one. None of them is empty.
         prompt: token ids of the prompt.
         across_prompt: True if a stop string may begin in the prompt.
 
@@ -57,7 +57,10 @@ class StopWatch:
         self.beyond: int | None = None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """Receives the next tokens. Returns the number of tokens up to the row's end, or None if the row continues."""
+        """Receives the row's next tokens. Returns how many of them there are up to the row's end.
+
+        Returns None if no stop string is complete, so that the row continues.
+        """
         for index, token in enumerate(tokens):
             piece = self._stream.push([token])
             self._pending = self._stream.pending()
@@ -78,7 +81,7 @@ class StopWatch:
     def _end_in(self, new: str) -> int:
         """Returns the number of characters of `new` up to the end of the first complete stop string.
 
-        0 if there is none.
+        Returns 0 if there is none.
         """
         return first_end(self._before, new, self._stop_strings)
 
@@ -87,13 +90,13 @@ class StopWatch:
 
 
 class StoppedWriter(StreamWriter):
-    """StreamWriter whose text ends with the stop string that ended the row, like `GenerateOutput.texts`.
+    """StreamWriter that writes text up to and with the stop string that ended the row, like `GenerateOutput.texts`.
 
-    It searches the text with special tokens, although these are not written.
+    It searches for stop strings in the text with special tokens, although special tokens are not written.
 
     Args:
-        tokenizer, write: see StreamWriter.
-        stop_strings: stop strings of the call. Without any, all text is written.
+        tokenizer, write: see `StreamWriter`.
+        stop_strings: stop strings of the call. Empty: all text is written.
     """
 
     def __init__(
@@ -105,7 +108,10 @@ class StoppedWriter(StreamWriter):
         self._begun, self._held, self._cut = False, "", 0
 
     def put(self, value: Tensor) -> None:
-        """Writes the text of new ids. Writes nothing after the end of a row."""
+        """Receives the prompt's token ids at the first call, then new ids, and writes the text of the new ids.
+
+        Writes nothing after the end of the row.
+        """
         ids = value.reshape(-1).tolist()
         if not self._begun:
             super().put(value)
@@ -123,7 +129,7 @@ class StoppedWriter(StreamWriter):
             self._cut = (self._watch and self._watch.beyond) or 0
 
     def end(self) -> None:
-        """Writes the rest of the text. The next `put` receives a new prompt."""
+        """Writes the text that was held back. The next `put` receives a new prompt."""
         super().end()
         self._flush(len(self._held) - self._cut)
         self._watch, self._begun, self._held, self._cut = None, False, "", 0

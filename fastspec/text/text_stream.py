@@ -19,8 +19,8 @@ _REACH = 4  # number of last tokens that are decoded again while a character is 
 def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
     """Returns the bytes of a token that is only a part of a character, so that a decoder cannot show it alone.
 
-    Works for a byte token such as `<0xE9>`, and for tokens that byte-level BPE writes with one letter per byte
-    (`tokenizers`' ByteLevel, after GPT-2). None for other tokenizers.
+    Works for byte tokens such as `<0xE9>`, and for tokens of byte-level BPE (GPT-2; `ByteLevel` of `tokenizers`).
+    Returns None for other tokenizers.
     """
     name = str(tokenizer.convert_ids_to_tokens(token))
     if found := BYTE_TOKEN.fullmatch(name):
@@ -32,9 +32,9 @@ def bytes_of(tokenizer: PreTrainedTokenizerBase, token: int) -> bytes | None:
 class TextStream:
     """Converts token ids to pieces of text. A returned piece never changes.
 
-    The joined pieces are the text of `context + ids` after the text of `context`, as one call of the tokenizer's
-    `decode` gives it. Special tokens are left out. Spaces are not "cleaned up", because that would change text already
-    returned. A character of several tokens is held back until it is complete. `finish` returns the rest as `decode`
+    One call of the tokenizer's `decode` with `context + ids` gives the text of `context`, then the joined pieces.
+    Special tokens are left out. Spaces are not "cleaned up", because that would change text already returned. A
+    character of several tokens is held back until it is complete. `finish` returns an incomplete character as `decode`
     does, with U+FFFD.
 
     There is one difference, in a sequence of byte tokens (`<0xE9>`) with an invalid byte. `decode` writes U+FFFD for
@@ -63,7 +63,7 @@ class TextStream:
         self._fresh: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """Receives new ids. Returns the text that is final now; may be empty."""
+        """Receives new token ids. Returns the new text that later ids cannot change. It may be empty."""
         return "".join([self._push_one(token) for token in ids])
 
     def pending(self) -> str:
@@ -101,7 +101,7 @@ class TextStream:
         return piece
 
     def _left_out(self, token: int) -> bool:
-        """True if `decode` leaves the token out."""
+        """True if the tokenizer's `decode` leaves the token out."""
         if self._decode([token]):
             return False
         name = self._tokenizer.convert_ids_to_tokens(token)
@@ -119,13 +119,14 @@ class TextStream:
 
 
 class _ByteTokens:
-    """Assembles characters from sequences of byte tokens. A byte that belongs to no character becomes U+FFFD.
+    """Assembles characters from sequences of byte tokens, such as `<0xE9>`.
 
-    So the decoder only gets valid text, and never changes text that was already returned.
+    A byte that belongs to no character becomes U+FFFD. So the decoder gets only valid text, and never changes text that
+    was already returned.
 
     Args:
-        decode: converts ids to text.
-        tokenizer: knows the names of tokens.
+        decode: converts token ids to text.
+        tokenizer: converts token ids to the names of tokens, and back.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -135,18 +136,24 @@ class _ByteTokens:
 
     @cached_property
     def _replacement(self) -> list[int]:
-        """Returns the byte tokens of U+FFFD. Empty if the tokenizer's decoder does not assemble byte tokens."""
+        """Returns the ids of the byte tokens of U+FFFD.
+
+        Returns an empty list if the tokenizer's decoder does not assemble characters from byte tokens.
+        """
         found = [self._ids_of(f"<0x{byte:02X}>") for byte in _REPLACEMENT.encode()]
         ids = [token for token in found if isinstance(token, int)]
         return ids if len(ids) == len(found) and self._decode(ids) == _REPLACEMENT else []
 
     def value(self, token: int) -> int | None:
-        """Returns the byte of a byte token. None for another token."""
+        """Returns the byte that a byte token stands for. Returns None for other tokens."""
         found = BYTE_TOKEN.fullmatch(str(self._name_of(token)))
         return int(found[1], 16) if found and self._replacement else None
 
     def push(self, token: int, value: int | None) -> list[int]:
-        """Receives the next token. Returns the ids that may be decoded now."""
+        """Receives the next token id. Returns the ids that can be decoded now. An incomplete character is held back.
+
+        `value`: result of the method `value` for the token.
+        """
         if value is None:
             ready = [*self.spoiled(), token]
             self.forget()
@@ -162,17 +169,17 @@ class _ByteTokens:
         return ready
 
     def spoiled(self) -> list[int]:
-        """Returns the held bytes, each as U+FFFD."""
+        """Returns the ids of one U+FFFD for each byte that is held back."""
         return self._replacement * len(self._held)
 
     def forget(self) -> None:
-        """Drops the held bytes."""
+        """Drops the bytes that are held back."""
         self._held = []
 
     def mended(self, ids: Sequence[int]) -> list[int]:
-        """Returns `ids` without an incomplete character at the end of their last sequence of byte tokens.
+        """Returns `ids` without an incomplete character at their end. Its byte tokens are held back.
 
-        That character is held.
+        In byte tokens at the end of `ids`, a byte that belongs to no character becomes U+FFFD.
         """
         start = len(ids)
         while start and self.value(ids[start - 1]) is not None:
@@ -183,7 +190,7 @@ class _ByteTokens:
 def _character(data: bytes) -> int | None:
     """Returns the number of bytes of the first character of `data`.
 
-    0 if these bytes begin no character, None if the character is incomplete.
+    Returns 0 if no character begins with these bytes. Returns None if the character is incomplete.
     """
     try:
         return len(data.decode()[0].encode())
@@ -207,7 +214,7 @@ class StreamWriter(BaseStreamer):
         self._stream: TextStream | None = None
 
     def put(self, value: Tensor) -> None:
-        """Receives the prompt's ids ([1, T] or [T]) the first time, then the ids of new tokens ([n]).
+        """Receives the prompt's token ids ([1, T] or [T]) at the first call, then the ids of new tokens ([n]).
 
         Raises:
             ValueError: the prompt has several rows, whose texts would mix.

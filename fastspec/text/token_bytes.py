@@ -13,9 +13,9 @@ BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def byte_letters() -> dict[str, int]:
-    """Maps the letters of byte-level BPE to bytes (GPT-2; `ByteLevel` of `tokenizers`).
+    """Maps each letter in the token names of byte-level BPE to its byte (GPT-2; `ByteLevel` of `tokenizers`).
 
-    A printable byte is its own letter. The others have letters from U+0100 on.
+    The letter of a printable byte is its own character. The other bytes have the letters from U+0100 on.
     """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -25,14 +25,14 @@ def byte_letters() -> dict[str, int]:
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
     """Maps the id of each token to the bytes that it adds after other text. Special tokens are left out.
 
-    The leading blank of a word is part of it: `Ġword` of byte-level BPE and `▁word` of SentencePiece are both b" word".
-    If the decoder has neither form, the bytes are the name of the token in UTF-8.
+    The bytes include the blank before a word: `Ġword` of byte-level BPE and `▁word` of SentencePiece are both b" word".
+    If the decoder is of neither kind, the bytes are the name of the token in UTF-8.
 
     Args:
         tokenizer: a fast tokenizer.
 
     Raises:
-        ValueError: the tokenizer is a slow one, which does not tell how it writes bytes.
+        ValueError: the tokenizer is a slow one, whose decoder is not known.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -49,7 +49,7 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def _speller(decoder: object) -> Callable[[str], bytes]:
-    """Returns the function that maps a token's name to its bytes. `decoder` is that of the tokenizer's JSON."""
+    """Returns the function that maps a token's name to its bytes. `decoder`: this entry of the tokenizer's JSON."""
     parts = list(_parts(decoder))
     kinds = {part["type"] for part in parts}
     letters = byte_letters()
@@ -71,7 +71,7 @@ def _speller(decoder: object) -> Callable[[str], bytes]:
 
 
 def _parts(decoder: object) -> Iterator[Mapping[str, Any]]:
-    """Yields the JSON of each single decoder, also of those in nested sequences of decoders."""
+    """Yields the JSON object of each single decoder, also from nested sequences of decoders."""
     if not isinstance(decoder, Mapping):
         return
     if decoder["type"] == "Sequence":

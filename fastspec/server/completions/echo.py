@@ -11,7 +11,9 @@ _LISTS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 class Echo:
-    """Adds the prompt to the choices of a completion, if the request asks for it. Changes no answer of a chat.
+    """Adds the prompt, or the log-probabilities of its tokens, to the choices of a completion.
+
+    It adds only what the request asks for, by `echo` and `prompt_logprobs`. It does not change the answers of chats.
 
     Args:
         body: body of the request.
@@ -26,7 +28,10 @@ class Echo:
         return self._body is not None and self._body.max_tokens == 0
 
     def begin(self, answer: Answer) -> dict[str, Any] | None:
-        """Returns text and log-probabilities of an answer's prompt as fields of a choice. None without `echo`."""
+        """Returns text and log-probabilities of an answer's prompt as fields of a choice.
+
+        Returns None if the request does not have `echo`.
+        """
         if self._body is None or not self._body.echo:
             return None
         given = self._body.prompts[answer.index // self._body.n]
@@ -34,7 +39,10 @@ class Echo:
         return {"text": text, "logprobs": answer.echoed_logprobs()}
 
     def added(self, answer: Answer, choice: dict[str, Any]) -> dict[str, Any]:
-        """Returns the choice of a whole answer with the prompt before its text, if the request asks for it."""
+        """Returns a whole answer's `choice` with the additions that the request asks for.
+
+        These are the prompt before the text, and the log-probabilities of the prompt's tokens.
+        """
         if self._body is None:
             return choice
         if self.silent:
@@ -54,7 +62,7 @@ class Echo:
         return {**logprobs, "text_offset": [characters + at for at in logprobs["text_offset"]]}
 
     def usage(self, counted: dict[str, Any]) -> dict[str, Any]:
-        """Returns the token counts of the request. Without new tokens in the answer they count 0."""
+        """Returns the `usage` object of the request. If max_tokens is 0, the decoded token is not counted."""
         if not self.silent:
             return counted
         return {**counted, "completion_tokens": 0, "total_tokens": counted["prompt_tokens"]}

@@ -18,7 +18,7 @@ class Envelope:
 
     Args:
         body: body of the request.
-        service: service whose model name is in each body.
+        service: has the name of the model, which each body and event repeats.
     """
 
     def __init__(self, body: Body, service: Service) -> None:
@@ -40,7 +40,7 @@ class Envelope:
         return shared if usage is None else shared | {"usage": usage}
 
     def whole(self, texts: list[tuple[Answer, str, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """Returns the body with all answers. `texts`: (answer, its text, its finish reason) of each."""
+        """Returns the response body with all answers. `texts`: (answer, its text, its finish reason) of each answer."""
         choices: list[dict[str, Any]] = []
         for answer, text, reason in texts:
             count = len(answer.request.new_tokens)
@@ -58,7 +58,10 @@ class Envelope:
         return whole | self._prompt_ids(texts[0][0]) | self._prompt_scores(texts[0][0])
 
     def _ids(self, answer: Answer, stop: int) -> dict[str, Any]:
-        """Returns the token ids of an answer that were not sent yet, up to `stop`, if the request wants ids."""
+        """Returns the field `token_ids`: ids of the answer's tokens before index `stop` that were not sent yet.
+
+        The first time, a completion also gets `prompt_token_ids`. Empty if the request does not want ids.
+        """
         if not self._with_ids:
             return {}
         start = self._sent.get(answer.index)
@@ -67,16 +70,16 @@ class Envelope:
         return {"token_ids": answer.request.new_tokens[start or 0 : stop], **prompt}
 
     def _prompt_ids(self, answer: Answer) -> dict[str, Any]:
-        """Returns the token ids of a chat's prompt, if the request wants ids."""
+        """Returns the field `prompt_token_ids` of a chat. Empty if the request does not want ids, or is no chat."""
         return {"prompt_token_ids": answer.request.prompt} if self.chat and self._with_ids else {}
 
     def _prompt_scores(self, answer: Answer) -> dict[str, Any]:
-        """Returns the log-probabilities of the tokens of a chat's prompt, if the request wants them."""
+        """Returns the field `prompt_logprobs` of a chat. Empty if the request does not want it, or is no chat."""
         wanted = self._prompt_logprobs if self.chat else None
         return {} if wanted is None else {"prompt_logprobs": answer.prompt_logprobs(wanted)}
 
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the events of a piece of an answer: its text or its deltas, then the finish reason."""
+        """Returns the stream events for a piece of an answer: its text or its deltas, then the finish reason."""
         shared: dict[str, Any] = {"index": answer.index, "finish_reason": None}
         choices = [{**shared, **one} for one in (self._deltas if self.chat else self._texts)(answer, piece)]
         if piece.reason is not None:
@@ -91,7 +94,10 @@ class Envelope:
         return [self._whole(kind, [one], None) | told for one in choices]
 
     def _texts(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the choices of a piece of a completion. With `echo` the prompt comes before the first piece."""
+        """Returns the entries of `choices` for a piece of a completion.
+
+        With `echo` the prompt comes before the first piece.
+        """
         first = answer.index not in self._begun
         if not piece.text and piece.start == piece.stop and not first:
             return []
@@ -103,9 +109,9 @@ class Envelope:
         return texts
 
     def _deltas(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
-        """Returns the choices of a piece of a chat's answer, one for each of its events.
+        """Returns the entries of `choices` for a piece of a chat's answer, one for each event of the parser.
 
-        The first one has the log-probabilities of all tokens of the piece.
+        The first entry has the log-probabilities of all tokens of the piece.
         """
         logprobs = answer.chat_logprobs(piece.start, piece.stop) if piece.start < piece.stop else None
         deltas = [answer.delta(event) for event in piece.events]

@@ -24,7 +24,7 @@ class OutputItem:
 
     Args:
         index: index of the item in the output.
-        kind: "message", "reasoning" or "function_call".
+        kind: type of the item: "message", "reasoning" or "function_call".
         facts: further keys of the item, with their values.
         encodes: True if a complete reasoning item has an `encrypted_content`.
 
@@ -39,7 +39,10 @@ class OutputItem:
         self.text, self.logprobs = "", list[Sent]()
 
     def item(self, status: str) -> Item:
-        """Returns the item as JSON. It has its text if `status` is not "in_progress"; a call always has it."""
+        """Returns the item as a JSON object with this status.
+
+        The text of a message or a reasoning is left out if the status is "in_progress".
+        """
         shown: Item = {"id": self.id, "type": self.kind, "status": status, **self._facts}
         if self.kind == "function_call":
             return shown | {"arguments": self.text}
@@ -53,7 +56,7 @@ class OutputItem:
         return part | ({"annotations": [], "logprobs": list(logprobs)} if self.kind == "message" else {})
 
     def begin(self) -> list[Sent]:
-        """Returns the events of the item's beginning."""
+        """Returns the events that announce the item."""
         events: list[Sent] = [{"type": "response.output_item.added", "output_index": self.index}]
         events[0]["item"] = self.item("in_progress")
         if self.kind in _PARTS:
@@ -61,14 +64,14 @@ class OutputItem:
         return events
 
     def add(self, text: str, logprobs: Sequence[Sent]) -> Sent:
-        """Adds a piece of text with its log-probabilities. Returns the event of the piece."""
+        """Adds a piece of text, with the log-probabilities of its tokens. Returns the event of the piece."""
         self.text += text
         self.logprobs += logprobs
         told = {"logprobs": list(logprobs)} if self.kind == "message" else {}
         return self._event(f"{self._name}.delta", delta=text, **told)
 
     def end(self, status: str) -> list[Sent]:
-        """Returns the events of the item's end. `status`: final status of the item."""
+        """Returns the events that end the item. `status`: final status of the item."""
         whole: Sent = {"arguments" if self.kind == "function_call" else "text": self.text}
         events = [self._event(f"{self._name}.done", **whole)]
         if self.kind == "message":
@@ -81,7 +84,7 @@ class OutputItem:
 
     @property
     def _name(self) -> str:
-        """Type of the events with the item's text, without their last part, such as ".delta"."""
+        """Beginning of the type of all events with the item's text. The ending, ".delta" or ".done", is left out."""
         part = "function_call_arguments" if self.kind == "function_call" else _PARTS[self.kind]
         return f"response.{part}"
 
@@ -130,16 +133,16 @@ class ResponseBuilder:
         return self.response["status"] not in ("queued", "in_progress")
 
     def begin(self) -> list[Sent]:
-        """Returns the events before the answer."""
+        """Returns the first events: the response is created, then queued or in progress."""
         status = self.response["status"]
         return self._numbered([self._state("response.created"), self._state(f"response.{status}")])
 
     def piece(self, answer: Answer, piece: Piece) -> list[Sent]:
-        """Returns the events of a piece of the answer."""
+        """Returns the events for a piece of the answer."""
         return self._starts() + self._piece(answer, piece)
 
     def _starts(self) -> list[Sent]:
-        """Returns the event that a queued response is in progress, at its first piece. Empty at later ones."""
+        """Returns the event response.in_progress if the response was queued until now. Else returns an empty list."""
         if self.response["status"] != "queued":
             return []
         self.response["status"] = "in_progress"
@@ -151,10 +154,10 @@ class ResponseBuilder:
         return self._numbered([sent for event in piece.events for sent in self._of(answer, event)])
 
     def end(self, reason: str, usage: Mapping[str, Any]) -> list[Sent]:
-        """Returns the events after the answer.
+        """Returns the last events, when the answer has ended.
 
         Args:
-            reason: finish reason of the answer. "abort": a trainer has ended it.
+            reason: finish reason of the answer. "abort": a trainer has stopped it.
             usage: token counts as OpenAI's `usage` of a chat.
         """
         status = "incomplete" if reason in ("length", "abort") else "completed"
@@ -169,13 +172,13 @@ class ResponseBuilder:
         return self._numbered([*events, self._state(f"response.{status}")])
 
     def failed(self, error: Refusal) -> list[Sent]:
-        """Returns the events of the end of a response that an error has stopped."""
+        """Returns the last events of a response that an error has stopped."""
         events = list(self._close("incomplete"))
         self.response |= {"status": "failed", "error": {"code": "server_error", "message": error.message}}
         return self._numbered([*events, self._state("response.failed")])
 
     def cancelled(self) -> list[Sent]:
-        """Returns the events of the end of a response that its client has cancelled."""
+        """Returns the last events of a response that its client has cancelled."""
         events = list(self._close("incomplete"))
         self.response["status"] = "cancelled"
         return self._numbered([*events, self._state("response.cancelled")])
@@ -198,9 +201,9 @@ class ResponseBuilder:
         yield self._open.add(event.text, self._taken(self._open, event.text) if isinstance(event, Content) else [])
 
     def _taken(self, message: OutputItem, text: str) -> list[Sent]:
-        """Removes and returns the pending log-probabilities of the tokens that make up the next text of a message.
+        """Removes and returns the pending log-probabilities of the tokens of a message's next piece, `text`.
 
-        Tokens before the text (marks, blanks) are dropped. Tokens after it stay pending.
+        Tokens before the first piece (special tokens, blanks) are dropped. Tokens after the piece stay pending.
         """
         if not message.text:
             while self._pending and not _begins(self._pending[0]["token"], text):
@@ -217,7 +220,7 @@ class ResponseBuilder:
         return self._open.begin()
 
     def _close(self, status: str) -> Iterator[Sent]:
-        """Ends the open item, if there is one, and yields the events of its end."""
+        """Ends the open item, if there is one, and yields the events that end it. `status`: its final status."""
         if self._open is not None:
             item, self._open = self._open, None
             if item.kind != "reasoning":  # no log-probabilities of its tokens are pending
@@ -234,7 +237,7 @@ class ResponseBuilder:
 
 
 def _logprobs(answer: Answer, piece: Piece) -> list[Sent]:
-    """Returns the log-probabilities of a piece's tokens after the reasoning, without a stop id."""
+    """Returns the log-probabilities of a piece's tokens. Tokens of the reasoning and a stop id are left out."""
     start, stop = max(piece.start, answer.reasoning_tokens), piece.stop
     if stop and answer.request.new_tokens[stop - 1] in answer.handle.call.options.stop_ids:
         stop -= 1
@@ -243,23 +246,23 @@ def _logprobs(answer: Answer, piece: Piece) -> list[Sent]:
 
 
 def _begins(token: str, text: str) -> bool:
-    """True if `text` may begin with the text of a token, `token`."""
+    """True if a token whose text is `token` may be the first token of `text`."""
     return text.startswith(token) or token.startswith(text) or BROKEN in token
 
 
 def _size(entry: Mapping[str, Any]) -> int:
-    """Returns the number of bytes of an entry's token."""
+    """Returns the number of bytes of the token in an entry of log-probabilities."""
     return len(entry["bytes"] or entry["token"].encode())
 
 
 def _with_bytes(entry: Mapping[str, Any]) -> Sent:
-    """Returns a chat's entry of log-probabilities with lists as `bytes`, also where they are None."""
+    """Returns a chat's entry of log-probabilities with an empty list in place of each `bytes` that is None."""
     tops = [{**top, "bytes": top["bytes"] or []} for top in entry["top_logprobs"]]
     return {**entry, "bytes": entry["bytes"] or [], "top_logprobs": tops}
 
 
 def _usage(usage: Mapping[str, Any]) -> Sent:
-    """Converts a chat's token counts to those of a response. `cache_write_tokens` is 0: writing is not charged for."""
+    """Converts the `usage` object of a chat to that of a response. `cache_write_tokens` is always 0."""
     return {
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},

@@ -1,4 +1,4 @@
-"""Responses that are made in the background, while no request waits for them."""
+"""Responses that are generated in the background, while no request waits for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class BackgroundRun:
-    """Makes one response, and keeps its events for any number of readers. Only one event loop may use it.
+    """Generates one response, and keeps its events for any number of readers. Only one event loop may use it.
 
     Args:
         events: yields all events of the response. Raises Refusal if the response fails.
@@ -47,11 +47,11 @@ class BackgroundRun:
             self._job.stop(Refusal("the response was cancelled", status=499))
 
     async def end(self) -> None:
-        """Waits for the last event."""
+        """Waits until the response has ended, and all its events are kept."""
         await asyncio.shield(self._task)
 
     async def after(self, number: int) -> AsyncIterator[Sent]:
-        """Yields the events with a larger `sequence_number` than `number`, while they are made."""
+        """Yields the events whose `sequence_number` is larger than `number`. Waits for further ones until the end."""
         at = number + 1
         while True:
             more, open = self._more, self.open

@@ -31,7 +31,7 @@ Metadata: TypeAlias = Annotated[
 
 
 class FlatFunction(Function):
-    """A function that the model may call, in the flat form of /v1/responses: `function` is not nested."""
+    """A function that the model may call, in the form of /v1/responses: its fields are not nested in `function`."""
 
     type: Literal["function"]
     allowed_callers: list[Literal["direct"]] | None = None
@@ -133,25 +133,25 @@ class ObfuscationOptions(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class AskedChat:
-    """The chat that a request of /v1/responses asks for.
+    """Chat to which a request of /v1/responses was converted.
 
     Attributes:
         chat: body of the chat.
-        built: builder of its messages, which knows of which items they were made.
+        built: builder of the chat's messages. It knows from which items of the request each message was made.
     """
 
     chat: Chat
     built: MessageBuilder
 
     def renamed(self, error: Refusal) -> Refusal:
-        """Returns a refusal of the chat with the names of the request's own items and fields."""
+        """Converts a refusal of the chat: it then names the request's items and fields instead of the chat's."""
         told = self.built.renamed(error.message)
         told = _RENAMED.sub(lambda found: _SHOWN_NAMES.get(found[0], _NAMES[found[0]]), told)
         return error.renamed(told, None if error.field is None else _NAMES.get(error.field, error.field))
 
 
 def _as_in_chat() -> dict[str, Any]:
-    """Returns pydantic's definitions of the fields that are the same as in a chat."""
+    """Returns pydantic's definitions of the fields that /v1/responses shares with chats."""
     return {name: (Chat.model_fields[name].annotation, Chat.model_fields[name]) for name in _CHAT_FIELDS}
 
 
@@ -213,12 +213,12 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
 
     @property
     def taken(self) -> list[str]:
-        """Names of given fields that change no answer."""
+        """Names of the request's fields that are accepted but change no answer."""
         return [name for name in RESPONSE_TAKEN if name in self.model_fields_set]
 
     @property
     def items(self) -> list[Item]:
-        """The field input as a list of items."""
+        """Items in the field `input`. A text becomes a message of the user."""
         return [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
 
     @property
@@ -236,12 +236,12 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
         """Functions that the model may call.
 
         Raises:
-            Refusal: a tool of another type, or a wrong function.
+            Refusal: a tool is not a function, or its fields are invalid.
         """
         return [_function_at(at, tool) for at, tool in enumerate(self.tools or [])]
 
     def asked(self, before: Sequence[Item], given: Sequence[Item], without: frozenset[int] = frozenset()) -> AskedChat:
-        """Returns the chat that the request asks for.
+        """Converts the request, with the conversation that it continues, to a chat.
 
         Args:
             before: items of the conversation so far.
@@ -249,7 +249,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
             without: indices of items that are left out, in the list `[*before, *given]`.
 
         Raises:
-            Refusal: a chat cannot have an item or a field of the request.
+            Refusal: an item or a field of the request cannot be converted.
         """
         built = MessageBuilder(self.instructions)
         built.add("previous_response_id" if self.conversation is None else "conversation", before, without)
@@ -297,7 +297,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
 
 
 def _plain(value: BaseModel | str | None) -> Any:
-    """Converts a part of a body to values that JSON has."""
+    """Converts a pydantic object to a dict for JSON. Returns a text or None unchanged."""
     return value.model_dump(by_alias=True, exclude_none=True) if isinstance(value, BaseModel) else value
 
 

@@ -28,7 +28,13 @@ _SHOWN: Final = 80  # characters of a value that an error repeats
 
 @dataclass(slots=True)
 class _Placed:
-    """A message, and the paths in the request of the items that it was made of: of the message, and of its calls."""
+    """A chat message, with the paths of the request's items from which it was made.
+
+    Attributes:
+        message: the message.
+        place: path of the first of these items, such as "input[2]".
+        calls: path of the item of each of its tool calls.
+    """
 
     message: Message
     place: str
@@ -36,7 +42,7 @@ class _Placed:
 
 
 class MessageBuilder:
-    """Builds the messages of a chat from items.
+    """Builds the messages of a chat from the items of a conversation.
 
     The items of one turn of the model (reasoning, a message, calls) become one message of the assistant.
 
@@ -59,7 +65,7 @@ class MessageBuilder:
         """Adds items, which become messages or parts of messages.
 
         Args:
-            place: name of the list of items, for errors.
+            place: name of the list of items, such as "input", for errors.
             items: items with a type. An item without a type is a message.
             without: indices of items that are left out.
 
@@ -71,7 +77,7 @@ class MessageBuilder:
                 self._add(f"{place}[{at}]", {name: value for name, value in item.items() if value is not None})
 
     def renamed(self, message: str) -> str:
-        """Returns the text of an error, with the paths of items in place of those of the messages made of them."""
+        """Replaces the paths of messages in the text of an error by the paths of their items, such as input[2]."""
 
         def place(found: re.Match[str]) -> str:
             at = int(found[1])
@@ -141,7 +147,10 @@ class MessageBuilder:
 
 
 def encoded(reasoning: str) -> str:
-    """Encodes a reasoning as `encrypted_content`, the only form that some clients send back. It is not encrypted."""
+    """Encodes the text of a reasoning as `encrypted_content`. It is base64, and not encrypted.
+
+    Some clients send a reasoning back only in this form.
+    """
     return _ENCODED + urlsafe_b64encode(reasoning.encode()).decode()
 
 
@@ -164,10 +173,14 @@ def _text(place: str, item: Mapping[str, Any], name: str) -> str:
 
 
 def _content(place: str, content: object) -> str | list[Message]:
-    """Returns the content of a chat's message for that of an item: a text, or a list of parts.
+    """Converts the content of an item to the content of a chat message: a text, or a list of text parts.
+
+    Args:
+        place: path of the content in the request, for errors.
+        content: content of the item.
 
     Raises:
-        Refusal: the content is neither. `place` is its path, for the error.
+        Refusal: the content is neither a text nor a list of text parts.
     """
     if isinstance(content, str):
         return content

@@ -215,7 +215,7 @@ def _page(request: Request) -> dict[str, Any]:
 
 
 def _with_room(service: Service, conversation: StoredConversation, field: str) -> None:
-    """Raises Refusal if a conversation has more bytes than the body of a request may have. `field`: for the error."""
+    """Raises Refusal if a conversation has more bytes than a request's body may have. `field`: named by the error."""
     if conversation.size > service.limits.body:
         raise Refusal(
             f"the conversation has {conversation.size} bytes, and {service.limits.body} are the most; delete items, "
@@ -225,10 +225,15 @@ def _with_room(service: Service, conversation: StoredConversation, field: str) -
 
 
 def _turn(service: Service, body: ResponseBody, owner: str | None) -> ResponseTurn:
-    """Returns a request with the items that it continues.
+    """Combines a request with the items of the stored response or conversation that it continues.
+
+    Args:
+        service: has the store of responses and conversations.
+        body: body of the request.
+        owner: API key of the request. None: it had none.
 
     Raises:
-        Refusal: the response or the conversation that it continues is not kept here, or is not complete yet.
+        Refusal: the response or conversation to continue is not stored here, or is still being generated.
     """
     store, conversation = service.responses, None
     before: tuple[Item, ...] = ()
@@ -261,7 +266,10 @@ def _tokens(service: Service, asked: AskedChat) -> int:
 
 
 async def _respond(service: Service, request: Request, noted: set[str]) -> Response:
-    """Answers a request of /v1/responses, with a body, with a stream of events, or in the background."""
+    """Answers a POST to /v1/responses with one body, with a stream of events, or in the background.
+
+    `noted`: see `note_taken`.
+    """
     body, owner = await read_body(service, request, ResponseBody), request.state.api_key
     note_taken(body.taken, RESPONSE_TAKEN, noted)
     turn = _turn(service, body, owner)
@@ -313,10 +321,12 @@ async def _started(service: Service, turn: ResponseTurn) -> Job:
 
 
 class _Held:
-    """Lock of a conversation, from the start of one response to `let_go`. For None it does nothing.
+    """Locks a conversation for one response, from the constructor to `let_go`.
+
+    Does nothing if the conversation is None.
 
     Raises:
-        Refusal: another response of the conversation is still generated.
+        Refusal: another response of the conversation is still being generated.
     """
 
     def __init__(self, conversation: StoredConversation | None) -> None:
@@ -338,7 +348,10 @@ class _Held:
 
 
 async def _events(service: Service, turn: ResponseTurn, job: Job, built: ResponseBuilder) -> AsyncIterator[Sent]:
-    """Yields the events of a response. Before the events of its end, the response and its items are stored."""
+    """Yields the events of a response.
+
+    Before it yields the last events, it stores the response, and adds its items to its conversation.
+    """
     for event in built.begin():
         yield event
     reason = ""
@@ -363,7 +376,16 @@ def _in_background(
     events: AsyncIterator[Sent],
     held: _Held,
 ) -> Response:
-    """Starts a response in the background, which is made even if the client disconnects. Returns the HTTP response."""
+    """Starts a response in the background. It is completed even if the client disconnects. Returns the HTTP response.
+
+    Args:
+        service: has the store for the response.
+        turn: the request, with the conversation that it continues.
+        job: answers that are decoded for the response.
+        built: builder of the response.
+        events: yields the events of the response.
+        held: lock of the conversation. It is released when the response has ended.
+    """
 
     def ended() -> None:
         held.let_go()

@@ -22,10 +22,10 @@ class StoredResponse:
     """A response, and the conversation before it.
 
     Attributes:
-        body: the response as JSON. It changes while the response is made.
+        body: the response as a JSON object. It changes while the response is generated.
         inputs: items of the conversation before the response's output.
         owner: API key of the request. None: it had none.
-        run: run that makes the response in the background. None: it was made while its request waited.
+        run: run that generates the response in the background. None: it was generated while its request waited.
     """
 
     body: dict[str, Any]
@@ -35,12 +35,12 @@ class StoredResponse:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Items of the conversation, with the output of the response."""
+        """Items of the conversation up to and with the output of the response."""
         return (*self.inputs, *self.body["output"])
 
     @property
     def open(self) -> bool:
-        """True while the response is made."""
+        """True while the response is generated in the background."""
         return self.run is not None and self.run.open
 
 
@@ -95,7 +95,11 @@ def _bytes_of(item: Item) -> int:
 
 
 def checked(items: Sequence[Item]) -> list[Item]:
-    """Returns items for a conversation, each with an id. Raises Refusal for an item that no chat can have."""
+    """Checks new items of a conversation, and returns them, each with an id.
+
+    Raises:
+        Refusal: an item cannot be converted to a part of a chat.
+    """
     try:
         MessageBuilder().add("items", items)
     except Refusal as error:
@@ -109,7 +113,10 @@ def with_ids(items: Sequence[Item]) -> list[Item]:
 
 
 def listed(item: Item) -> Item:
-    """Returns an item in the form of OpenAI's lists of items: a message has a type, a status and a list of parts."""
+    """Returns an item in the form in which OpenAI's API lists it.
+
+    A message gets a type, a status and a list of parts. Other items stay as they are.
+    """
     if item.get("type", "message") != "message":
         return item
     kind = "output_text" if item["role"] == "assistant" else "input_text"
@@ -129,7 +136,7 @@ def page_of(items: Sequence[Item], *, limit: str, order: str, after: str | None)
         after: id of the item before the page. None: the first page.
 
     Raises:
-        Refusal: an argument has another value.
+        Refusal: `limit` or `order` is invalid, or no item has the id `after`.
     """
     shown = [listed(item) for item in items]
     if order not in ("asc", "desc"):
@@ -147,7 +154,7 @@ def page_of(items: Sequence[Item], *, limit: str, order: str, after: str | None)
 
 
 class Owned(Protocol):
-    """Entry of a store, which belongs to one API key."""
+    """Entry of a store. It belongs to one API key."""
 
     @property
     def owner(self) -> str | None:
@@ -158,7 +165,10 @@ OwnedT = TypeVar("OwnedT", bound=Owned)
 
 
 def _of_owner(kept: OrderedDict[str, OwnedT], id: str, owner: str | None) -> OwnedT | None:
-    """Returns the entry with this id, and makes it the last used one. None: there is none, or it has another owner."""
+    """Returns the entry with this id, and marks it as the most recently used one.
+
+    Returns None if there is no such entry, or if it has another owner.
+    """
     found = kept.get(id)
     if found is None or found.owner != owner:
         return None
@@ -167,11 +177,13 @@ def _of_owner(kept: OrderedDict[str, OwnedT], id: str, owner: str | None) -> Own
 
 
 class ResponseStore:
-    """Store of the last used responses and conversations. Only requests with the API key that made one can read it.
+    """Store of the most recently used responses and conversations.
+
+    Only requests with the API key that created an entry can read it.
 
     Args:
-        size: largest number of responses, and of conversations. The least recently used one is dropped for a new one.
-            0: none is kept.
+        size: largest number of responses, and also of conversations. If it is exceeded, the least recently used one is
+            dropped. 0: nothing is kept.
 
     Raises:
         ValueError: `size` is below 0.
@@ -185,7 +197,7 @@ class ResponseStore:
         self._conversations: OrderedDict[str, StoredConversation] = OrderedDict()
 
     def keep(self, response: StoredResponse) -> None:
-        """Keeps a response under its id. Responses that are still made are not dropped for others."""
+        """Stores a response under its id. Drops the least recently used ended responses until `size` are left."""
         self._stored[response.body["id"]] = response
         ended = [id for id, each in self._stored.items() if not each.open]
         for id in ended[: max(0, len(ended) - self.size)]:
@@ -200,7 +212,7 @@ class ResponseStore:
             field: field of the request's body that has the id, for errors. None: the path has it.
 
         Raises:
-            Refusal: the response is not kept here.
+            Refusal: the response is not stored here, or has another owner.
         """
         found = _of_owner(self._stored, id, owner)
         if found is None:
@@ -214,14 +226,14 @@ class ResponseStore:
         return found
 
     def delete(self, id: str, owner: str | None) -> None:
-        """Drops a response. One that is still made is cancelled. Args and errors: see `get`."""
+        """Drops a response. If it is still being generated, cancels it. Args and errors: see `get`."""
         found = self.get(id, owner)
         if found.run is not None:
             found.run.cancel()
         del self._stored[id]
 
     def begin(self, conversation: StoredConversation) -> StoredConversation:
-        """Keeps a new conversation, and returns it. Raises Refusal if this server keeps none."""
+        """Stores a new conversation, and returns it. Raises Refusal if this server keeps no conversations."""
         if not self.size:
             raise Refusal(
                 "this server keeps no conversations: send all items as input, or serve with --response-store N"
@@ -236,7 +248,7 @@ class ResponseStore:
         """Returns a conversation. Args: see `get`.
 
         Raises:
-            Refusal: the conversation is not kept here.
+            Refusal: the conversation is not stored here, or has another owner.
         """
         found = _of_owner(self._conversations, id, owner)
         if found is None:
@@ -255,10 +267,14 @@ class ResponseStore:
         del self._conversations[id]
 
     def resolved(self, items: Sequence[Item], owner: str | None) -> list[Item]:
-        """Returns items, with the kept items in place of references to them (`item_reference`).
+        """Replaces references to stored items (`item_reference`) by these items. Returns all items.
+
+        Args:
+            items: items of a request.
+            owner: API key of the request. None: it had none.
 
         Raises:
-            Refusal: an item that is referred to is not kept here.
+            Refusal: an item to which a reference points is not stored here.
         """
         return [self._item(at, item, owner) for at, item in enumerate(items)]
 

@@ -11,7 +11,7 @@ _ROLES: Final = {"user": "user", "system": "pinned", "developer": "pinned"}
 
 
 def _side(item: Item) -> str:
-    """Returns the author of an item: "user", "model" or "tool". "pinned": the item is never dropped."""
+    """Returns the author of an item: "user", "model" or "tool". Returns "pinned" if the item is never dropped."""
     kind = item.get("type", "message")
     if kind == "function_call_output":
         return "tool"
@@ -21,9 +21,9 @@ def _side(item: Item) -> str:
 def droppable(items: Sequence[Item]) -> list[list[int]]:
     """Returns the groups of items that can be dropped, oldest first. Each group is a list of indices in `items`.
 
-    A turn begins with a message of the user, and is dropped whole. Of the last turn, the message of the user and the
-    last reply stay. Its earlier replies can be dropped, each with the results of its calls. Messages of the roles
-    system and developer stay.
+    A turn begins with a message of the user. Each turn before the last one is one group. In the last turn, each reply
+    of the model is a group, with the results of its tool calls. The user's message and the last reply of the last turn
+    are never dropped. Messages of the roles system and developer are never dropped.
     """
     turns: list[list[list[int]]] = [[]]  # a turn is a list of groups: the user's messages, then each reply
     before = ""
@@ -43,9 +43,9 @@ def droppable(items: Sequence[Item]) -> list[list[int]]:
 
 
 def dropped(items: Sequence[Item], fits: Callable[[frozenset[int]], bool]) -> frozenset[int]:
-    """Returns the indices of the oldest items to drop: as few as possible, so that the others fit.
+    """Returns the indices of the items to drop: the smallest number of the oldest groups, so that the others fit.
 
-    If the conversation never fits, returns the indices of all items that can be dropped.
+    If the conversation never fits, returns the indices of all items that can be dropped. For groups see `droppable`.
 
     Args:
         items: items of a conversation.

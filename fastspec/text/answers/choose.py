@@ -1,4 +1,4 @@
-"""Chooses the formats of a model's tool calls and reasoning, by the text of its chat template."""
+"""Chooses the formats in which a model writes tool calls and reasoning, by the text of its chat template."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _REASONS: Final[Mapping[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:
-    """Formats of a model's answers.
+    """Formats in which a model writes tool calls and reasoning.
 
     Attributes:
         tools: format of tool calls. None: no text is read as a call.
@@ -73,15 +73,16 @@ class AnswerFormats:
 
 
 def formats_of(template: str, *, tools: str = AUTO, reasoning: str = AUTO) -> AnswerFormats:
-    """Chooses the formats of a model's tool calls and reasoning.
+    """Chooses the formats in which a model writes tool calls and reasoning.
 
     Args:
-        template: text of the model's chat template.
-        tools: name of a format, AUTO, NONE, or MODULE:CLASS, which names a subclass of ToolFormat.
-        reasoning: name of a format, AUTO or NONE.
+        template: Jinja text of the model's chat template.
+        tools: name of a format of tool calls, or MODULE:CLASS for a subclass of `ToolFormat`. AUTO chooses by the
+            template. NONE: no text is read as a call.
+        reasoning: name of a format of reasoning, AUTO or NONE.
 
     Raises:
-        ValueError: no format has that name.
+        ValueError: no format has that name, or the class cannot be used.
     """
     if tools == AUTO:
         tools = next((name for name, texts in _SHOWN.items() if all(text in template for text in texts)), NONE)

@@ -20,10 +20,13 @@ _FENCE: Final = "```json\n"
 
 
 class DeepSeek(MarkedFormat):
-    """V3: a call is `function` SEPARATOR NAME and JSON in a fence. V3.1: a call is NAME SEPARATOR JSON.
+    """Format of DeepSeek's tool calls.
+
+    V3: a call is `function` SEPARATOR NAME, then JSON between lines of backticks. V3.1: a call is NAME SEPARATOR JSON.
 
     Args:
-        template: text of the chat template. It decides which of the two forms a grammar demands; `parse` reads both.
+        template: Jinja text of the chat template. It decides which of the two forms a grammar demands. `parse` reads
+            both forms.
     """
 
     name = "deepseek_v3"

@@ -13,7 +13,7 @@ class Tool:
 
     Attributes:
         name: name of the function.
-        parameters: JSON schema of its arguments, an object.
+        parameters: JSON schema of its arguments, which are a JSON object.
         strict: True if the arguments must follow the schema.
     """
 
@@ -75,14 +75,14 @@ class WholeCall:
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """An answer whose events are joined."""
+    """An answer that is joined from its events: content, reasoning and tool calls."""
 
     reasoning: str = ""
     content: str = ""
     calls: list[WholeCall] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> None:
-        """Appends the texts and calls of the next events."""
+        """Appends the texts and tool calls of the next events."""
         for event in events:
             if isinstance(event, Content):
                 self.content += event.text

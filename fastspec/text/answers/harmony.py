@@ -21,7 +21,10 @@ _RECIPIENT = re.compile(r"to=functions\.([^\s<]+)")
 
 
 class Harmony(ToolFormat, ReasoningFormat):
-    """OpenAI's harmony. An answer is a sequence of messages; each has a header with its channel and its recipient."""
+    """Format of gpt-oss (OpenAI's harmony). An answer is a sequence of messages.
+
+    Each message has a header with its channel and its recipient.
+    """
 
     name = "harmony"
     marks = (_START, _CHANNEL, _MESSAGE, _CONSTRAIN, *_ENDS)

@@ -15,7 +15,7 @@ from fastspec.text.answers.values import dumped
 
 
 class Hermes(MarkedFormat):
-    """`<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>`, once for each call."""
+    """Format of tool calls: `<tool_call>` {"name": ..., "arguments": {...}} `</tool_call>`, once for each call."""
 
     name = "hermes"
     marks = ("<tool_call>", "</tool_call>")

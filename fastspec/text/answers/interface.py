@@ -20,7 +20,7 @@ class ToolFormat(ABC):
 
     Attributes:
         name: value of --tool-call-parser that selects the format.
-        marks: special tokens whose text `parse` needs; all others are left out of the text.
+        marks: special tokens whose text `parse` needs. All other special tokens are left out of the text.
     """
 
     name: ClassVar[str]
@@ -28,7 +28,7 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def parse(self, text: TextReader) -> Steps[None]:
-        """Parses the answer after its reasoning. Text that it does not read becomes content."""
+        """Parses the answer after its reasoning. Text that it does not take from `text` becomes content."""
 
     def call_id(self) -> str:
         """Makes a new id for a tool call."""
@@ -56,7 +56,7 @@ class ToolFormat(ABC):
 
 
 class MarkedFormat(ToolFormat):
-    """A format whose calls begin with a fixed text.
+    """A format of tool calls whose calls begin with a fixed text.
 
     Attributes:
         begin: the fixed text.
@@ -93,11 +93,13 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def opens(self, end: str) -> bool:
-        """True if a prompt that ends with the text `end` has begun the reasoning."""
+        """True if a prompt whose last text is `end` has already begun the reasoning."""
 
     @abstractmethod
     def before_answer(self, lark: Lark, *, opened: bool) -> str:
-        """Returns the grammar expression of the reasoning, and of all else before content or calls. It may be empty.
+        """Returns the grammar expression of the reasoning and all other text before content or calls.
+
+        The expression may be empty.
 
         Args:
             lark: grammar to which rules are added.
@@ -110,7 +112,13 @@ class ReasoningFormat(ABC):
 
 
 def repeated(call: str, between: str, *, parallel: bool) -> str:
-    """Returns the grammar expression of one call, or of one or more calls with `between` between them."""
+    """Returns the grammar expression of one call, or with `parallel` of one or more calls.
+
+    Args:
+        call: expression of one call.
+        between: expression of the text between two calls.
+        parallel: True if there may be several calls.
+    """
     return f"{call} ({between} {call})*" if parallel else call
 
 
@@ -118,11 +126,11 @@ def json_call(text: TextReader, known: Callable[[str], bool] = lambda name: True
     """Parses a call of the form {"name": ..., "arguments": {...}}; "parameters" is the same as "arguments".
 
     Args:
-        text: the answer.
-        known: returns True for the name of a tool. A call of another name is not read as a call.
+        text: reader of the answer.
+        known: returns True for the name of a known tool. Text with another name is not read as a call.
 
     Returns:
-        True if a call was read. If not, some of the text may have been taken.
+        True if a call was read. If False, a part of the text may have been taken from the reader.
     """
     early, name, whole = "", None, False
     yield from text.skip_blanks()
@@ -164,7 +172,7 @@ def json_call(text: TextReader, known: Callable[[str], bool] = lambda name: True
 
 
 def _arguments(text: TextReader) -> Steps[str]:
-    """Returns the JSON text of a call's arguments. The model may have written that text as a JSON string."""
+    """Takes the arguments of a call, and returns their JSON text. The model may have quoted it as a JSON string."""
     if (yield from text.next()) == '"':
         return (yield from text.json_string()) or ""
     return (yield from text.json_text())

@@ -1,4 +1,4 @@
-"""Writes the grammars of answers, in llguidance's variant of Lark."""
+"""Writes the grammars of answers, in llguidance's variant of the grammar language Lark."""
 
 from __future__ import annotations
 
@@ -53,56 +53,64 @@ class Lark:
         return " ".join(self.mark(part) if part in marks else _quoted(part) for part in parts if part)
 
     def mark(self, mark: str) -> str:
-        """Returns an expression that matches the token of a mark, or its letters if there is no such token."""
+        """Returns an expression that matches a fixed text, `mark`.
+
+        It matches the added token with this text. If there is no such token, it matches the characters.
+        """
         token = self._added.get(mark)
         return _quoted(mark) if token is None else f"<[{token}]>"
 
     def has(self, mark: str) -> bool:
-        """True if the mark is an added token of the vocabulary."""
+        """True if the text `mark` is an added token of the vocabulary."""
         return mark in self._added
 
     def optional(self, mark: str) -> str:
-        """Returns an expression that matches the token of a mark or nothing. Empty if there is no such token."""
+        """Returns an expression that matches the added token `mark` or nothing.
+
+        Returns an empty text if there is no such token.
+        """
         return f"{self.mark(mark)}?" if self.has(mark) else ""
 
     def json(self, schema: dict[str, Any]) -> str:
-        """Returns an expression that matches JSON text of a schema."""
+        """Returns an expression that matches JSON text that follows a schema."""
         return self.rule(f"%json {json.dumps(schema)}")
 
     def any_text(self, *without: str) -> str:
-        """Returns an expression that matches every text without these marks, also an empty one.
+        """Returns an expression that matches every text without the marks in `without`, also the empty text.
 
         The text may have other added tokens.
         """
         return self._free(self._terminal(_ANY + "*", without), without)
 
     def until(self, mark: str) -> str:
-        """Returns an expression that matches any text up to the first place of the mark, and the mark."""
+        """Returns an expression that matches any text up to and with the first occurrence of `mark`."""
         if mark in self._added:
             return self.rule(f"{self.any_text(mark)} {self.mark(mark)}")
         return self._lazy(self._terminal(_ANY + "*", [mark]), mark)
 
     def _free(self, terminal: str, without: Sequence[str]) -> str:
-        """Returns an expression that matches texts of a terminal, with added tokens between them.
+        """Returns an expression that matches texts of a terminal, with added tokens between these texts.
 
         Args:
-            terminal: name of the terminal.
-            without: marks whose tokens may not occur.
+            terminal: name of a terminal of the grammar.
+            without: marks whose added tokens may not occur.
         """
         others = sorted(set(self._added.values()) - {self._added.get(mark) for mark in without})
         between = f" (<[{_ranges(others)}]> {terminal}?)*" if others else ""
         return self.rule(f"{terminal}?{between}")
 
     def _lazy(self, terminal: str, end: str) -> str:
-        """Returns an expression that matches a text of a terminal up to the first place of `end`, and `end`."""
+        """Returns an expression that matches text of a terminal up to and with the first occurrence of `end`."""
         return self._add("r", "[lazy]", f"{terminal} {_quoted(end)}")
 
     def text_but(self, beginning: str, mark: str) -> str:
-        """Returns an expression that matches every text with two properties, also an empty one.
+        """Returns an expression that matches every text without a certain beginning and without a mark.
+
+        It also matches the empty text.
 
         Args:
-            beginning: regular expression, which the beginning of the text does not match.
-            mark: text that it does not contain.
+            beginning: regular expression. The matched text does not begin with a match of it.
+            mark: the matched text does not contain this text.
         """
         first = self._terminal(_ANY + "*", [mark])
         self._rules[-1] += f" & ~/{beginning}{_ANY}*/"
@@ -115,11 +123,11 @@ class Lark:
 
         Args:
             schema: JSON schema of the value.
-            end: the text after the value. A value that is a text does not contain it.
-            marks: marks inside `end`, see `text`.
+            end: the text after the value. A value that is a text does not contain `end`.
+            marks: marks inside `end`, see the method `text`.
 
         Raises:
-            NoGrammar: the schema demands a pattern or a format of a text.
+            NoGrammar: the schema demands a pattern or a format for a text.
         """
         types = types_of(schema)
         cases = (

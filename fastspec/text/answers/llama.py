@@ -1,4 +1,4 @@
-"""Formats of Llama's tool calls: JSON without a mark, and calls in the syntax of Python."""
+"""Formats of Llama's tool calls: JSON without a fixed text before it, and calls in the syntax of Python."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _START, _END = "<|python_start|>", "<|python_end|>"  # Llama 4
 
 
 class LlamaJson(ToolFormat):
-    """{"name": ..., "parameters": {...}} as the whole answer, or after `<|python_tag|>`; ";" separates several.
+    """Format of tool calls: {"name": ..., "parameters": {...}} as the whole answer, or after `<|python_tag|>`.
 
-    A call has no mark of its own. So only the name of an offered tool makes it a call. `parse` also reads calls in the
-    syntax of Python.
+    Several calls are separated by ";". No fixed text marks a call. So JSON is read as a call only if it has the name of
+    an offered tool. `parse` also reads calls in the syntax of Python.
     """
 
     name = "llama3_json"
@@ -57,7 +57,10 @@ class LlamaJson(ToolFormat):
 
 
 class Pythonic(LlamaJson):
-    """[NAME(ARGUMENT=VALUE, ...), ...] as the whole answer; Llama 4 writes marks around it. `parse` also reads JSON."""
+    """Format of tool calls: [NAME(ARGUMENT=VALUE, ...), ...] as the whole answer.
+
+    Llama 4 writes special tokens around it. `parse` also reads the calls of `LlamaJson`.
+    """
 
     name = "pythonic"
     _unlike: ClassVar[str] = r"\s*\["

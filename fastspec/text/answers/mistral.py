@@ -18,10 +18,13 @@ _ARGS, _ID = "[ARGS]", "[CALL_ID]"
 
 
 class Mistral(MarkedFormat):
-    """`[TOOL_CALLS]` and a JSON list of calls; newer models: `[TOOL_CALLS]` NAME `[ARGS]` {...}, once for each call.
+    """Format of Mistral's tool calls: `[TOOL_CALLS]` and a JSON list of calls.
+
+    Newer models write `[TOOL_CALLS]` NAME `[ARGS]` {...}, once for each call.
 
     Args:
-        template: text of the chat template. It decides which of the two forms a grammar demands; `parse` reads both.
+        template: Jinja text of the chat template. It decides which of the two forms a grammar demands. `parse` reads
+            both forms.
     """
 
     name = "mistral"

@@ -13,12 +13,14 @@ from fastspec.text.answers.reader import Steps, TextReader
 
 
 class AnswerParser:
-    """Turns the text of one answer into events, which do not depend on how the text is divided into pieces.
+    """Converts the text of one answer to events: content, reasoning and tool calls.
+
+    The events do not depend on the division of the text into pieces.
 
     Args:
-        formats: formats of the model's answers.
-        tools: tools that the model may call. Empty: calls are content.
-        opened: True if the prompt has begun the reasoning.
+        formats: formats of tool calls and reasoning.
+        tools: tools that the model may call. Empty: the text of a call is content.
+        opened: True if the prompt has already begun the reasoning.
     """
 
     def __init__(self, formats: AnswerFormats, tools: Sequence[Tool], *, opened: bool = False) -> None:
@@ -73,7 +75,7 @@ class AnswerRule:
         tools: tools that the model may call.
         required: True if the answer must call a tool.
         parallel: True if the answer may have several calls.
-        schema: JSON schema of the content. None: any text.
+        schema: JSON schema that the content must follow. None: any text.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -83,7 +85,7 @@ class AnswerRule:
 
     @property
     def demands(self) -> bool:
-        """True if some texts break the rule, so that decoding needs a grammar."""
+        """True if these restrictions forbid some answers, so that decoding needs a grammar."""
         calls = self.required or not self.parallel or any(tool.strict for tool in self.tools)
         return self.schema is not None or bool(self.tools and calls)
 
@@ -125,9 +127,9 @@ class AnswerRule:
 
 
 def _loose(tool: Tool) -> dict[str, Any]:
-    """Returns a JSON schema that allows any arguments.
+    """Returns a JSON schema that allows any values for the arguments of a tool.
 
-    It keeps their names, because some formats write the arguments one by one.
+    It keeps the names of the arguments, because some formats write the arguments one by one.
     """
     names = tool.parameters.get("properties") or {}
     return {"type": "object", "properties": {name: {} for name in names}}

@@ -1,8 +1,8 @@
-"""Text of an answer while it arrives, for parsers that are generators.
+"""Reader of an answer's text while it arrives, for parsers that are Python generators.
 
-A parser calls the methods of a TextReader with `yield from`. A method that needs more text than has arrived yields, and
-continues when more text has arrived. It decides by the text alone. So the events do not depend on how the text is
-divided into pieces.
+A parser calls the methods of a `TextReader` with `yield from`. A method that needs more text than has arrived yields,
+and continues when more text has arrived. It decides by the text alone. So the parser's events do not depend on the
+division of the text into pieces.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class TextReader:
 
     Args:
         tools: tools that may be called, by name. Empty: there are no calls.
-        opened: True if the prompt has begun the reasoning.
+        opened: True if the prompt has already begun the reasoning.
 
     Attributes:
-        tools, opened: the arguments.
+        tools, opened: the arguments of the constructor.
         in_reasoning: True while the parser reads reasoning.
     """
 
@@ -45,7 +45,7 @@ class TextReader:
         self._taken: str | None = None
 
     def feed(self, text: str, *, last: bool = False) -> None:
-        """Appends text that has arrived. With `last` the answer ends after it."""
+        """Appends text that has arrived. `last`: True if the answer ends after this text."""
         self._text += text
         self._ended = self._ended or last
 
@@ -77,7 +77,7 @@ class TextReader:
         self._calls += 1
 
     def arguments(self, text: str) -> None:
-        """Adds a piece of the arguments of the last call."""
+        """Adds a piece of the last call's arguments, which are JSON text."""
         if text:
             self._push(Arguments(self._calls - 1, text))
 
@@ -93,10 +93,10 @@ class TextReader:
     # methods by which a parser takes text
 
     def content_until(self, *marks: str) -> Steps[str | None]:
-        """Takes text up to the first of some marks, and adds it as content.
+        """Takes text up to the first occurrence of any mark, and adds it as content. The mark is also taken.
 
         Returns:
-            The mark, which is taken, too. If several begin at one place, it is the longest. None: the answer has ended.
+            The mark. If several marks begin at the same place, it is the longest one. None: the answer has ended.
         """
         self._give_back()
         mark = yield from self._pass(self.content, marks)
@@ -106,7 +106,7 @@ class TextReader:
         return mark
 
     def reasoning_until(self, *marks: str) -> Steps[str | None]:
-        """Takes text up to the first of some marks, and adds it as reasoning. Returns: see `content_until`."""
+        """Takes text up to the first occurrence of any mark, and adds it as reasoning. Returns: see `content_until`."""
         self._taken, self.in_reasoning, self._skipped = None, True, "\n"
         mark = yield from self._pass(self.reasoning, marks)
         if mark is not None:
@@ -114,13 +114,16 @@ class TextReader:
         return mark
 
     def take_until(self, *marks: str) -> Steps[tuple[str, str | None]]:
-        """Takes and returns the text up to the first of some marks, and the mark. None: the answer has ended."""
+        """Takes text up to and with the first occurrence of any mark. Returns (text before the mark, mark).
+
+        The mark is None if the answer has ended.
+        """
         parts: list[str] = []
         mark = yield from self._pass(parts.append, marks)
         return "".join(parts), mark
 
     def take_before(self, *marks: str) -> Steps[str]:
-        """Takes and returns the text up to the first of some marks. The mark is not taken."""
+        """Takes and returns the text before the first occurrence of any mark. The mark is not taken."""
         taken, mark = yield from self.take_until(*marks)
         if mark is not None:
             self._text = mark + self._text
@@ -129,14 +132,14 @@ class TextReader:
         return taken
 
     def arguments_until(self, *marks: str) -> Steps[str | None]:
-        """Takes text up to the first of some marks, and adds it to the arguments of the last call.
+        """Takes text up to the first occurrence of any mark, and adds it to the arguments of the last call.
 
         Returns: see `content_until`.
         """
         return (yield from self._pass(self.arguments, marks))
 
     def starts(self, mark: str) -> Steps[bool]:
-        """True if the next text is the mark, which is then taken."""
+        """Returns True if the next text is `mark`, and takes it. Returns False if not, and takes nothing."""
         while not self._ended and len(self._text) < len(mark) and mark.startswith(self._text):
             yield
         found = self._text.startswith(mark)
@@ -145,7 +148,7 @@ class TextReader:
         return found
 
     def next(self) -> Steps[str]:
-        """Returns the next character without taking it. Empty at the end of the answer."""
+        """Returns the next character without taking it. Returns an empty text at the end of the answer."""
         while not self._text and not self._ended:
             yield
         return self._text[:1]
@@ -190,19 +193,19 @@ class TextReader:
             yield
 
     def json_text(self) -> Steps[str]:
-        """Takes and returns the text of one JSON value. The end of the answer may cut it."""
+        """Takes and returns the text of one JSON value. It is incomplete if the answer ends within the value."""
         parts: list[str] = []
         yield from self.json_value(parts.append)
         return "".join(parts)
 
     def json_string(self) -> Steps[str | None]:
-        """Takes a JSON string, and returns its value. None if the next value is not a valid string."""
+        """Takes a JSON string, and returns its value. Returns None if the next value is not a valid string."""
         if (yield from self.next()) != '"':
             return None
         return string_of((yield from self.json_text()))
 
     def python_value(self) -> Steps[str]:
-        """Takes and returns the text of a Python literal, up to a comma or a closing bracket that is not part of it."""
+        """Takes and returns the text of a Python literal. It ends before a comma or bracket that is not part of it."""
         taken, depth, quote, escaped = "", 0, "", False
         while char := (yield from self.next()):
             if quote:
@@ -237,11 +240,11 @@ class TextReader:
                 yield
 
     def _find(self, marks: Iterable[str]) -> tuple[int, str | None]:
-        """Searches the text for the first of some marks.
+        """Searches the text that has not been taken for the first occurrence of any mark.
 
         Returns:
-            The number of characters before the mark, and the mark. The mark is None if it is not there. Then the number
-            is that before an incomplete mark at the end of the text, or that of all characters.
+            (number of characters before the mark, mark). If there is no mark, it is None, and the number is that of all
+            characters. If the text may end with an incomplete mark, only the characters before it are counted.
         """
         text = self._text
         places: list[tuple[int, int, str | None]] = []
@@ -261,7 +264,7 @@ class TextReader:
         return piece
 
     def _give_back(self) -> None:
-        """Adds the text that was taken since the last mark as content, if no call has begun."""
+        """Adds the text that was taken since the last mark or `hold` as content, if no call has begun."""
         taken, self._taken = self._taken, None
         if taken:
             self.content(taken)
@@ -294,12 +297,15 @@ class TextReader:
 
 
 def overlap(text: str, mark: str) -> int:
-    """Returns the length of the longest end of `text` with which `mark` begins. It is shorter than `mark`."""
+    """Returns the length of the longest suffix of `text` that is a proper prefix of `mark`. 0: there is none."""
     return next((size for size in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:size])), 0)
 
 
 def string_of(text: str) -> str | None:
-    """Returns the value of a JSON string. None if `text` is not a string in JSON, or has half of a surrogate pair."""
+    """Returns the value of a JSON string.
+
+    Returns None if `text` is not a JSON string, or has half of a surrogate pair.
+    """
     try:
         value = json.loads(text)
         value.encode()

@@ -17,7 +17,7 @@ _BEGIN, _END = "<tool_call>", "</tool_call>"
 
 
 class _Written:
-    """Begins a call, and writes the JSON object of its arguments, one argument at a time."""
+    """Adds the events of one tool call: its beginning, then the JSON object of its arguments, one at a time."""
 
     def __init__(self, text: TextReader, name: str) -> None:
         self._text, self._tool = text, text.tools.get(name)
@@ -25,18 +25,21 @@ class _Written:
         text.begin_call(name)
 
     def add(self, name: str, value: str) -> None:
-        """Adds one argument. `value` is its text as the model wrote it, without JSON's quotes."""
+        """Adds one argument. `value`: text of the argument as the model wrote it, without JSON's quotes."""
         schema = property_of(self._tool.parameters, name) if self._tool else {}
         self._text.arguments(f"{self._before}{dumped(name)}: {json_of_text(value, schema)}")
         self._before = ", "
 
     def end(self) -> None:
-        """Ends the JSON object."""
+        """Ends the JSON object of the arguments."""
         self._text.arguments("{}" if self._before == "{" else "}")
 
 
 class Qwen3Coder(MarkedFormat):
-    """`<tool_call>` `<function=NAME>` `<parameter=NAME>` VALUE `</parameter>` ... `</function>` `</tool_call>`."""
+    """Format of Qwen3-Coder's tool calls.
+
+    `<tool_call>` `<function=NAME>` `<parameter=NAME>` VALUE `</parameter>` ... `</function>` `</tool_call>`
+    """
 
     name = "qwen3_coder"
     marks = (_BEGIN, _END)
@@ -73,7 +76,10 @@ class Qwen3Coder(MarkedFormat):
 
 
 class Glm4(MarkedFormat):
-    """`<tool_call>` NAME `<arg_key>` NAME `</arg_key>` `<arg_value>` VALUE `</arg_value>` ... `</tool_call>`."""
+    """Format of the tool calls of GLM-4.5.
+
+    `<tool_call>` NAME `<arg_key>` NAME `</arg_key>` `<arg_value>` VALUE `</arg_value>` ... `</tool_call>`
+    """
 
     name = "glm4"
     marks = (_BEGIN, _END, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")

@@ -1,4 +1,4 @@
-"""Reasoning between two marks at the beginning of an answer."""
+"""Format of reasoning between two fixed texts, such as `<think>` and `</think>`, at the beginning of an answer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fastspec.text.answers.reader import Steps, TextReader
 
 
 class Between(ReasoningFormat):
-    """Reasoning between two fixed texts. The prompt may end with the first one.
+    """Format of reasoning between two fixed texts. The prompt may already end with the first one.
 
     Args:
         name: name of the format.
-        begin, end: the texts before and after the reasoning.
+        begin, end: the fixed texts before and after the reasoning.
         marks: special tokens in `begin` and `end`. Default: both are special tokens.
     """
 

@@ -1,4 +1,4 @@
-"""Arguments of tool calls that a format writes without JSON's quotes. Their types come from the schema of the tool."""
+"""Converts arguments of tool calls that a model writes without JSON's quotes. The tool's schema has their types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TYPES: Final = {bool: "boolean", int: "integer", float: "number", str: "string"
 def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
     """Returns the JSON schema of one argument, with the definitions to which it may refer.
 
-    {} if the tool's schema does not describe the argument.
+    Returns {} if the tool's schema does not describe the argument.
 
     Args:
         parameters: JSON schema of all arguments of the tool.
@@ -27,12 +27,12 @@ def property_of(parameters: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def types_of(schema: dict[str, Any], root: dict[str, Any] | None = None, depth: int = 0) -> set[str]:
-    """Returns the JSON types that a schema allows. Empty if the schema does not limit them.
+    """Returns the JSON types that a schema allows. Returns an empty set if the schema does not limit the type.
 
     Args:
         schema: JSON schema of a value.
-        root: schema with the definitions to which `$ref` refers. Default: `schema`.
-        depth: number of schemas around this one. From 8 on `$ref` is not followed.
+        root: schema with the definitions to which `$ref` refers. None: `schema` has them.
+        depth: number of schemas around this one. If it is 8 or more, `$ref` is not followed.
     """
     root = schema if root is None else root
     if isinstance(schema.get("$ref"), str) and depth < 8:
@@ -57,7 +57,7 @@ def json_of_text(text: str, schema: dict[str, Any]) -> str:
     """Returns the JSON text of an argument whose string values the model writes without quotes.
 
     Args:
-        text: the model's text of the argument.
+        text: text of the argument, as the model wrote it.
         schema: JSON schema of the argument. If it allows only strings, `text` is a string. Otherwise `text` is read as
             a literal of JSON or Python if possible.
     """
@@ -70,7 +70,7 @@ def json_of_text(text: str, schema: dict[str, Any]) -> str:
 
 
 def json_of_literal(text: str) -> str:
-    """Returns the JSON text of a literal of Python or JSON. A text that is neither becomes a string."""
+    """Converts a literal of Python or JSON to JSON text. A text that is neither becomes a JSON string."""
     value = _read(text.strip())
     return dumped(text.strip() if value is None else value[0])
 
@@ -86,7 +86,10 @@ def dumped(value: object) -> str:
 
 
 def _read(text: str) -> tuple[object] | None:
-    """Returns the value of a literal as a tuple of length 1. None if it is a literal of neither JSON nor Python."""
+    """Returns the value of a literal of JSON or Python as a tuple of length 1.
+
+    Returns None if `text` is no such literal. The tuple distinguishes this from the value None.
+    """
     try:
         return (json.loads(text, parse_constant=_refused),)
     except (ValueError, RecursionError):
