@@ -116,7 +116,7 @@ def cancelling(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
     """
     half = k // 2
     x, w = _random((rows, half), torch.bfloat16), _random((min(n, _CANCELLED), half), torch.bfloat16, seed=1)
-    order = torch.randperm(2 * half, generator=torch.Generator("cpu").manual_seed(2))
+    order = torch.randperm(2 * half, generator=torch.Generator("cpu").manual_seed(2), dtype=torch.int64, device="cpu")
     x, w = torch.cat((x, x), dim=1)[:, order], torch.cat((w, -w), dim=1)[:, order]
     w = w.repeat(-(-n // len(w)), 1)[:n]
     return F.pad(x, (0, k - 2 * half)), F.pad(w, (0, k - 2 * half))
