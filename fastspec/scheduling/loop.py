@@ -295,7 +295,9 @@ class Loop:
                 steps.close()
 
     def join(self, call: PreparedCall, delivery: Delivery) -> None:
-        """Gives a call to the generator's thread, and starts that thread if necessary. Any thread may call it.
+        """Gives a call to the generator's thread, and starts that thread if necessary.
+
+        Every thread may use this method.
 
         Raises:
             OutOfPages: a request needs more pages than the KV cache has.
@@ -384,7 +386,7 @@ class Loop:
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Context in which a rank that repeats the steps of rank 0 calls `make_turn`. Other calls raise an error.
+        """Context for a rank that repeats the steps of rank 0: it calls `make_turn`. Other methods raise an error.
 
         Raises:
             RuntimeError: a call is running on this rank, or the generator is closed.

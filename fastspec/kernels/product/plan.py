@@ -1,8 +1,8 @@
-"""Launch configurations of packed products: the split of K for a weight, and tiles for a number of rows of x.
+"""Launch configurations of products x W^T with packed weights: the split of K, and tile sizes for each number of rows.
 
-This module needs neither Triton nor a GPU; launch.py uses its results. `MEASURED_ON` says on which GPU a kernel's tiles
-were chosen by measurement, in bf16, with weights outside the L2 cache and the shapes of Llama 3.1 8B and 3.2 1B. Other
-shapes use the defaults. On other GPUs results are correct, but tiles are guesses.
+This module needs neither Triton nor a GPU; launch.py uses its results. `MEASURED_ON` names the GPU on which
+a kernel's tiles were chosen by measurement: in bf16, for the shapes of Llama 3.1 8B and 3.2 1B, with weights that were
+not in the L2 cache. Other shapes use the defaults. On other GPUs results are correct, but tiles are guesses.
 """
 
 from __future__ import annotations

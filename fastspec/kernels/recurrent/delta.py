@@ -72,7 +72,7 @@ def _delta_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the outputs of all tokens of a row for BLOCK values of one head, and the state after each token.
+    """Computes BLOCK elements of one head's output for every token of a row. Stores the state after each token.
 
     The grid is (row, value head, block of the head's values).
     """

@@ -187,7 +187,7 @@ def experts_normed(
         norm: weight [hidden] and epsilon of an RMSNorm, see `norm`.
 
     Returns:
-        The sum and its norm, both of shape and dtype of x.
+        (the result of `experts`, its RMSNorm), both with the shape and dtype of x.
     """
     given = x, ids, factors, weights, clamp
     out = experts(*given, shared=shared, shared_logits=shared_logits, residual=residual)

@@ -52,7 +52,7 @@ class TextTable:
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """Predicted outputs: for each row a text of which its answer is likely to repeat large parts.
+    """Predicted outputs, one text for each row. The row's answer is likely to repeat large parts of this text.
 
     Attributes:
         tokens: int64 [B, R], tokens of the predictions, R >= 1.

@@ -39,7 +39,7 @@ class HeadWeights:
     others: dict[str, Weight | Tensor]
 
     def matrix(self, name: str) -> Weight | None:
-        """Returns the matrix `name` of `others`. None if there is none of this name."""
+        """Returns the matrix `name` of the attribute `others`. None if there is no such matrix."""
         found = self.others.get(name)
         return found if isinstance(found, Weight) else None
 

@@ -36,7 +36,7 @@ class PassRecord:
 
 
 class Layers:
-    """Layers of a model that have attention. Records and compares what they compute.
+    """Records the inputs and attention outputs of a model's layers in several passes, and compares the passes.
 
     Args:
         base: the model without its LM head.

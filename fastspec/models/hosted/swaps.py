@@ -136,7 +136,7 @@ _ROWS: Final = 64  # least number of rows of a reduction on CUDA: with fewer, to
 
 
 class Running(Protocol):
-    """State of the running pass that replaced modules read.
+    """State of the current forward pass. The modules that replace those of the model read it.
 
     Attributes:
         ops: implementations of the replaced operations.
@@ -277,7 +277,7 @@ def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Computes torch.tensor or Tensor.to for values that go from the host to a device. Copies equal values only once.
+    """Computes torch.tensor or Tensor.to for values that go from the host to a device. Equal values are copied to the device once.
 
     Args:
         kept: (device, dtype, shape, bytes) -> earlier result on the device. New results are added.
@@ -286,7 +286,7 @@ def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: An
         *args, **kwargs: other arguments of the call.
 
     Returns:
-        A copy of the result in `kept`. None for any other call, and for large values.
+        A clone of the tensor in `kept`. None if the call is no such copy, or if its values are large.
     """
     told = (*args, *kwargs.values())
     device = next((torch.device(each) for each in told if isinstance(each, str | torch.device)), None)

@@ -58,7 +58,7 @@ class MessageBuilder:
 
     @property
     def messages(self) -> list[Message]:
-        """All messages so far."""
+        """Chat messages that were made from the items added until now."""
         return [each.message for each in self._placed]
 
     def add(self, place: str, items: Sequence[Item], without: frozenset[int] = frozenset()) -> None:

@@ -236,7 +236,7 @@ def raised_rows(words):
 
 @gluon.jit
 def for_all(sums, R: gl.constexpr):
-    """Expands sums of x [S, 16, BM], whose 16 rows are equal, to [S, R, BM]. No data moves between lanes."""
+    """Repeats sums [S, 16, BM], which have 16 equal rows, to [S, R, BM]. No data moves between lanes."""
     for _ in gl.static_range(4):
         if sums.shape[1] < R:
             both = gl.permute(gl.join(sums, sums), (0, 3, 1, 2))
