@@ -277,7 +277,9 @@ def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
-    """Computes torch.tensor or Tensor.to for values that go from the host to a device. Equal values are copied to the device once.
+    """Computes torch.tensor or Tensor.to for values that go from the host to a device.
+
+    Equal values are copied to the device once.
 
     Args:
         kept: (device, dtype, shape, bytes) -> earlier result on the device. New results are added.
