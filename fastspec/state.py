@@ -55,12 +55,12 @@ class Buffer:
     Attributes:
         shape: letters of `StateSizes.letters`, separated by spaces. "K+1" is one more than K.
         dtype: dtype of the elements.
-        fill: initial value in every row. A letter stands for its size, OWN for the row's number.
-        written_by: parts of the package that write to it.
+        fill: initial value in every row. A letter stands for its size, OWN for the row's index.
+        written_by: parts of the package that write to the field.
         meaning: description in one line.
-        reset: True if `DecodeState.reset` sets it to `fill` again. The other fields are written when a request is
-            admitted, before they are read.
-        prefill: True if prefill passes read it. `PrefillSlot` copies such fields.
+        reset: True if `DecodeState.reset` sets the field to `fill` again. The other fields are written when a request
+            is admitted, before they are read.
+        prefill: True if prefill passes read the field. `PrefillSlot` copies such fields.
     """
 
     shape: str
@@ -72,16 +72,16 @@ class Buffer:
     prefill: bool = False
 
     def sizes(self, letters: Mapping[str, int]) -> tuple[int, ...]:
-        """Returns the shape as numbers. `letters` maps letters of `shape` to sizes, see `StateSizes.letters`."""
+        """Returns the tensor's shape as numbers. `letters` maps each letter to a size, see `StateSizes.letters`."""
         axes = (axis.partition("+") for axis in self.shape.split())
         return tuple(letters[letter] + int(more or 0) for letter, _, more in axes)
 
     def fill_value(self, letters: Mapping[str, int]) -> float:
-        """Returns the initial value as a number; 0 for OWN. For `letters` see `sizes`."""
+        """Returns the initial value of all elements as a number. 0 for OWN. For `letters` see `sizes`."""
         return letters.get(self.fill, 0) if isinstance(self.fill, str) else self.fill
 
     def nbytes(self, letters: Mapping[str, int]) -> int:
-        """Returns the bytes of the tensor. For `letters` see `sizes`."""
+        """Returns the number of bytes of the tensor. For `letters` see `sizes`."""
         return math.prod(self.sizes(letters)) * self.dtype.itemsize
 
 
@@ -109,9 +109,10 @@ class StateSizes:
 
     @property
     def letters(self) -> dict[str, int]:
-        """Sizes by the letters that `Buffer.shape` uses.
+        """Maps each letter of `Buffer.shape` to its size.
 
-        Besides the letters above these are S, stop ids; N, top log-probabilities; W, int32 words for V bits.
+        S is the largest number of stop ids, N the largest number of top log-probabilities. W is the number of int32
+        words for V bits. `StateSizes` explains the other letters.
         """
         return {
             "B": self.batch,
@@ -153,8 +154,8 @@ INT64, INT32, FP32, BOOL = torch.int64, torch.int32, torch.float32, torch.bool
 class DecodeState:
     """All device buffers of B rows (batch slots). Allocation, reset and memory plans read this table of fields.
 
-    `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that did not step. If a row did step and has
-    invalid logits (NaN or infinite) at place p of its k + 1 places, `accepted` is -1 - p and nothing was emitted.
+    `StateSizes` explains the letters of shapes. `accepted` is -1 in a row that the last step did not advance. If a row's
+    logits are invalid (NaN or infinite) at place p of its k + 1 places, `accepted` is -1 - p. Such a row emits nothing.
     """
 
     # fmt: off
@@ -238,7 +239,7 @@ class DecodeState:
         return cls(**{name: new(name, each) for name, each in BUFFERS.items()})
 
     def one_row(self) -> DecodeState:
-        """Allocates a state of one idle row, whose other sizes equal those of this state."""
+        """Allocates a state of one idle row. Its other sizes equal those of this state."""
         letters = {"K": self.draft_tokens.shape[1]}
 
         def new(name: str, each: Buffer) -> Tensor:
@@ -273,7 +274,8 @@ class DecodeState:
     def move(self, source: int, place: int) -> None:
         """Moves the contents of row `source` to row `place`, and makes row `source` idle.
 
-        K/V and recurrent states are not copied: the row keeps its pages and state row.
+        K/V and recurrent states are not copied: the moved contents name their KV cache pages and their row of recurrent
+        states. Row `source` gets the row of recurrent states that `place` had.
         """
         given_up = self.state_rows[place].clone()
         for name in BUFFERS:
@@ -284,12 +286,12 @@ class DecodeState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers."""
+        """Number of bytes of all buffers."""
         return sum(getattr(self, name).nbytes for name in BUFFERS)
 
     @contextmanager
     def all_idle(self) -> Iterator[None]:
-        """Context in which all rows are idle, so that a step changes no row. At its end the rows' states come back."""
+        """Context in which all rows are idle, so that a step advances none. Its end restores `finish` and `emitted`."""
         finish, emitted = self.finish.clone(), self.emitted.clone()
         self.finish.fill_(IDLE)
         try:
@@ -299,7 +301,10 @@ class DecodeState:
             self.emitted.copy_(emitted)  # restored, because the next step's proposer may read it
 
     def reset(self) -> None:
-        """Makes every row idle, and resets its fields, so that earlier contents are never read again."""
+        """Makes every row idle. Sets the fields with `Buffer.reset` to their initial values.
+
+        Earlier contents of the other fields are never read again.
+        """
         for name, each in BUFFERS.items():
             if each.reset:
                 getattr(self, name).fill_(each.fill)

@@ -81,27 +81,32 @@ class PromptEnd:
         return PromptEnd(self.hidden.new_zeros(rows, self.hidden.shape[1]), features, self.threshold)
 
     def copy(self, row: int, source: PromptEnd, place: int) -> None:
-        """Copies the hidden states of row `place` of `source` to row `row` of this object."""
+        """Copies the hidden states of row `place` of `source` to row `row` of this object. Both are row indices."""
         self.hidden[row].copy_(source.hidden[place])
         if self.features is not None and source.features is not None:
             self.features[row].copy_(source.features[place])
 
     def copy_rows(self, rows: Tensor, source: PromptEnd, places: Tensor) -> None:
-        """Copies the hidden states of rows `places` of `source` to `rows`, both int64 [n]. Does not copy features."""
+        """Copies `source.hidden` of rows `places` to `hidden` of rows `rows`. Features are not copied.
+
+        Args:
+            rows, places: int64 [n], indices of rows in this object and in `source`.
+            source: object that is read.
+        """
         self.hidden.index_copy_(0, rows, source.hidden[places])
 
     def first(self, rows: int) -> PromptEnd:
-        """Returns views of the first `rows` rows."""
+        """Returns an object with views of the first `rows` rows of this one."""
         return PromptEnd(self.hidden[:rows], None if self.features is None else self.features[:rows], self.threshold)
 
     def keep(self, index: Tensor, hidden: Tensor, features: Tensor | None) -> None:
         """Stores the hidden states of one token of each row of a prefill pass.
 
         Args:
-            index: int64 [B], place of the token among the Q tokens of row b. If it is not in 0..Q-1, the row is
+            index: int64 [B], index of this token among the Q tokens of each row. A row whose index is not in 0..Q-1 is
                 unchanged.
             hidden: [B, Q, hidden], the target's last hidden states.
-            features: [B, Q, layers, hidden], the hidden states that the proposer reads, or None.
+            features: [B, Q, layers, hidden], the hidden states that the proposer reads. None: it reads none.
         """
         inside = (index >= 0) & (index < hidden.shape[1])
         index = index.clamp(0, hidden.shape[1] - 1)[:, None, None]
@@ -120,12 +125,13 @@ class StepModules:
         target: the model whose distribution the output follows.
         proposer: makes the draft tokens. None: only k = 0 is possible.
         ops: implementations of all operations outside the models.
-        outbox: buffers to which results are published for the host. None: they stay in the state.
+        outbox: buffers to which results are published for the host. None: results are only in the `DecodeState`.
         scratch: work area of the commit, from `ops.commit_scratch`.
         mark: context that names a phase of the step in a profiler.
         work: work area of sampling and verification, from `ops.sampled_work`.
         record_work: work area of log-probabilities, from `ops.record_work`.
-        features: hidden states stored for the proposer between steps, from `feature_buffer`. None: it needs none.
+        features: hidden states stored for the proposer between steps, from `feature_buffer`. None: the proposer needs
+            none.
         prompt_ends: hidden states after long prompts, for `first_token_step`. None: every first token comes from an
             ordinary step.
     """
@@ -187,7 +193,7 @@ def _row_bytes(modules: StepModules, shape: StepShape) -> int:
 def _commit_in_tiles(
     modules: StepModules, state: DecodeState, shape: StepShape, tiles: list[tuple[int, int]]
 ) -> tuple[Tensor | None, ForwardBatch]:
-    """Runs the target over all rows, then computes logits, verifies and commits for a part of the rows at a time.
+    """Runs the target over all rows. Then computes logits, verifies and commits for one part of the rows at a time.
 
     So only the logits of one part are in memory. At the end the results of all rows are published.
 
@@ -196,7 +202,8 @@ def _commit_in_tiles(
         tiles: (first row, row after the last) of each part.
 
     Returns:
-        The hidden states that the proposer reads, or None; and the batch that was fed.
+        features: [B, k+1, layers, hidden], the hidden states that the proposer reads. None: it reads none.
+        batch: the input of the target's pass.
     """
     batch = _scoring_batch(modules, state, shape)
     with modules.mark("score"):
@@ -219,8 +226,9 @@ def _commit_in_tiles(
 def first_token_step(modules: StepModules, state: DecodeState, shape: StepShape, draws: verify.Draws) -> None:
     """Emits the first token of each row whose `finish` is PREFILLED. Other rows are unchanged.
 
-    The logits come from the hidden state of the last prefill pass, so only the weights of the LM head are read. Whether
-    a row needs this step depends only on the length of its prompt. So other rows and drafts do not change its text.
+    The logits are computed from the hidden states that the last prefill pass stored. So the step reads only the weights
+    of the LM head. The length of a row's prompt alone decides if the row needs this step. So other rows and draft
+    tokens do not change its text.
     """
     prompt_ends = modules.prompt_ends
     assert prompt_ends is not None, "the passes over prompts left something"
@@ -252,19 +260,19 @@ def propose(
 
 
 def score(modules: StepModules, state: DecodeState, shape: StepShape) -> Tensor:
-    """Feeds each row's last token and draft tokens to the target. Returns the next-token logits [B, k+1, V]."""
+    """Runs the target over each row's last token and draft tokens. Returns the next-token logits [B, k+1, V]."""
     return modules.target.logits(_hidden(modules, _scoring_batch(modules, state, shape))[0], shape.tiling)
 
 
 def _scored(
     modules: StepModules, state: DecodeState, shape: StepShape
 ) -> tuple[Tensor | PartKeys, Tensor | None, ForwardBatch]:
-    """Feeds each row's last token and drafts to the target.
+    """Runs the target over each row's last token and draft tokens.
 
     Returns:
-        logits: [B, k+1, V], or keys of the largest logits (`PartKeys`) if the step needs no more.
-        features: [B, k+1, layers, hidden], the hidden states that the proposer reads, or None.
-        batch: the batch that was fed.
+        logits: [B, k+1, V], or keys of the largest logits (`PartKeys`) if the step needs only the argmax.
+        features: [B, k+1, layers, hidden], the hidden states that the proposer reads. None: it reads none.
+        batch: the input of the target's pass.
     """
     batch = _scoring_batch(modules, state, shape)
     hidden, features = _hidden(modules, batch)
@@ -281,7 +289,7 @@ def _needs_argmax_only(shape: StepShape) -> bool:
 
 
 def _scoring_batch(modules: StepModules, state: DecodeState, shape: StepShape) -> ForwardBatch:
-    """Returns the input of the target's pass over each row's last token and drafts, [B, k+1]."""
+    """Returns the input of the target's pass over each row's last token and draft tokens, with ids [B, k+1]."""
     ids, positions, write_mask = modules.ops.feed_rows(
         state.tokens,
         state.lengths,
@@ -299,8 +307,8 @@ def _hidden(modules: StepModules, batch: ForwardBatch) -> tuple[Tensor, Tensor |
     """Runs the target over a batch.
 
     Returns:
-        Its last hidden states [B, Q, hidden]; and the hidden states that the proposer reads, [B, Q, layers, hidden], or
-        None.
+        hidden: [B, Q, hidden], the target's last hidden states.
+        features: [B, Q, layers, hidden], the hidden states that the proposer reads. None: it reads none.
     """
     layers = features_of(modules.proposer)
     if not layers:
@@ -321,8 +329,8 @@ def verify_and_commit(
 
     Args:
         modules, state, shape, draws: see `step`.
-        logits: [B, k+1, V], or keys of the largest logits if the step needs no more.
-        publish: True to publish the results as well, if there is an outbox.
+        logits: [B, k+1, V], or keys of the largest logits (`PartKeys`) if the step needs only the argmax.
+        publish: True to write the results to the outbox as well, if there is one.
     """
     outbox = modules.outbox if publish else None
     entry = (outbox.entries, outbox.counter) if outbox else None
@@ -354,13 +362,13 @@ def _judge(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Verifies the drafts and commits the emitted tokens, by the rule and the sampler of the step.
+    """Verifies the draft tokens and commits the emitted tokens, by the rule and the sampler of the step.
 
     Args:
         modules, state, shape, draws: see `step`.
         logits: [B, k+1, V], already masked by grammars.
         entry: (entries, counter) of the outbox, to publish the results. None: they are not published.
-        record: recording of log-probabilities of these logits. None: nothing is recorded.
+        record: number of ids to record, and buffers for the log-probabilities of `logits`. None: nothing is recorded.
     """
     if isinstance(shape.verification, SyntheticAcceptance):
         accept_synthetic(modules, state, shape, shape.verification, draws, logits, entry, record)
@@ -374,7 +382,7 @@ def _judge(
 
 
 def _drawn(modules: StepModules, shape: StepShape) -> bool:
-    """True if draft tokens of this step were sampled, so that `draft_probs` has their distributions."""
+    """True if the proposer sampled draft tokens of this step, so that `draft_probs` has their distributions."""
     return modules.proposer is not None and not modules.proposer.deterministic and shape.grammars != GRAMMAR_ONLY
 
 
@@ -386,9 +394,9 @@ def _record(
     logits: Tensor,
     entry: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Records log-probabilities of the emitted tokens in a separate op after the commit, then publishes the step.
+    """Records log-probabilities of the emitted tokens in a separate op after the commit, then publishes the results.
 
-    It is used if log-probabilities are of other logits than those of the commit.
+    Used if the log-probabilities are computed from other logits than the commit reads.
 
     Args:
         modules, state, shape: see `step`.
@@ -402,9 +410,9 @@ def _record(
 
 
 def take_grammar_drafts(modules: StepModules, state: DecodeState, shape: StepShape) -> None:
-    """Copies the draft tokens that the host sent to the `draft_tokens` of rows with a grammar.
+    """Makes the host's draft tokens those of this step, for rows with a grammar.
 
-    With GRAMMAR_ONLY, other rows have no draft tokens.
+    Other rows keep the proposer's draft tokens. With `shape.grammars` GRAMMAR_ONLY other rows have no draft tokens.
     """
     k, rows = shape.num_drafts, state.constrained
     drafts = state.draft_tokens[:, :k]
@@ -433,7 +441,7 @@ def accept_synthetic(
     entry: tuple[Tensor, Tensor] | None,
     record: Record | None,
 ) -> None:
-    """Accepts as many draft tokens as `rule` says, for benchmarks. Then emits one token of the target, and commits.
+    """Accepts as many draft tokens as `rule` says, for benchmarks. Commits them and one token of the target.
 
     Args:
         modules, state, shape, draws: see `step`.
@@ -468,21 +476,22 @@ def prefill(
 ) -> Tensor:
     """Runs one prefill pass of the target: the prompt tokens at positions start..start+chunk-1 of each row.
 
-    A prompt's last token is not fed here: the row's first step feeds it. With `prompt_ends` the last token of a long
-    prompt is fed here, too, and its hidden state is stored for `first_token_step`.
+    The pass does not cover a prompt's last token: the row's first decode step does. With `prompt_ends` the pass also
+    covers the last token of a long prompt, and stores its hidden state for `first_token_step`.
 
     Args:
         modules, shape: see `step`; both sizes of `shape.tiling` are `chunk`.
         state: one row, so that a prompt's K/V bits depend on that prompt alone. Several rows are possible if the bits
             do not depend on other rows of the pass.
-        start: the first position, for all rows; or int64 [B], on the device.
+        start: the first position of all rows; or int64 [B] on the device, the first position of each row.
         chunk: number of tokens per row. Chunk sizes follow from the prompt's length alone.
         kept: [1, ..], the row's entry of `StepModules.features`. None: the proposer stores nothing.
-        prompt_ends: receives hidden states of last tokens, for as many rows as the state has. None: no last token is
-            fed.
+        prompt_ends: receives the hidden states at the last tokens of long prompts. It has as many rows as `state`.
+            None: the pass covers no last token.
 
     Returns:
-        The last hidden states [B, chunk, hidden]. At positions that were not fed they have no meaning.
+        The target's last hidden states [B, chunk, hidden]. At positions that the pass does not cover they have no
+        meaning.
     """
     positions = torch.arange(chunk, device=state.lengths.device)[None]
     positions = positions + (start[:, None] if isinstance(start, Tensor) else start)
