@@ -1,4 +1,4 @@
-"""Shapes of decode steps and forward passes, which the host fixes before a launch. Sizes of layers with a state."""
+"""Shapes of decode steps and forward passes, which the host fixes. Sizes of layers with recurrent states."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class AttentionRule(NamedTuple):
     """Rule by which queries of one layer are scored against keys.
 
     Attributes:
-        window: number of newest keys that a query sees, including its own. None: all.
-        scale: factor on q . k. None: 1 / sqrt(head_dim).
+        window: number of newest keys that a query sees, including the key at its own position. None: all keys.
+        scale: number by which q . k is multiplied. None: 1 / sqrt(head_dim).
         softcap: scores become softcap * tanh(scores / softcap), before the mask. None: no softcap.
     """
 
@@ -65,7 +65,7 @@ class AttentionRule(NamedTuple):
     softcap: float | None = None
 
     def factor(self, dim: int) -> float:
-        """Returns the factor on q . k for heads of size `dim`."""
+        """Returns the number by which q . k is multiplied, for heads of `dim` elements."""
         return float(dim**-0.5) if self.scale is None else self.scale
 
 
@@ -73,14 +73,16 @@ class DeltaRule(NamedTuple):
     """Sizes of a gated delta-rule layer (arXiv 2412.06464), which has a recurrent state instead of keys and values.
 
     Attributes:
-        key_heads: heads of queries and keys. Each serves value_heads / key_heads neighbouring value heads.
-        value_heads: heads of values, each with a state [value_dim, key_dim].
-        key_dim, value_dim: elements of one head.
-        width: positions that the convolution reads, including the current one (its kernel size).
-        by_channel: True if each element of a key has a decay of its own (Kimi delta attention, arXiv 2510.26692).
-            There are as many key heads as value heads then.
-        floor: least logarithm of such a decay; the decay is e^(floor sigmoid(rate x)). 0: it is e^(-rate softplus(x)).
-        rank: width between the two products that make decays and the gate z. 0: they are rows of the first product.
+        key_heads: number of heads of q and k. Each serves value_heads / key_heads neighbouring value heads.
+        value_heads: number of heads of v, each with a state [value_dim, key_dim].
+        key_dim, value_dim: number of elements of one head of q and k, and of v.
+        width: number of positions that the convolution reads, including the current one (its kernel size).
+        by_channel: True if each element of a key has its own decay (Kimi delta attention, arXiv 2510.26692). The
+            numbers of key heads and value heads are then equal.
+        floor: with `by_channel`, lower limit of a decay's logarithm. The decay is e^(floor * sigmoid(rate * x)).
+            0: no limit; the decay is e^(-rate * softplus(x)).
+        rank: inner width of the two successive products that compute the inputs of decays, and the gate z. 0: both are
+            outputs of the input projection.
         gate: activation of z in the gated norm.
     """
 
@@ -96,12 +98,12 @@ class DeltaRule(NamedTuple):
 
     @property
     def keys(self) -> int:
-        """Number of key elements per position, in all heads."""
+        """Number of elements of k at one position, in all key heads. q has the same number."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
-        """Number of value elements per position, in all heads."""
+        """Number of elements of v at one position, in all value heads."""
         return self.value_heads * self.value_dim
 
     @property
@@ -111,12 +113,18 @@ class DeltaRule(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Number of elements that the rule reads: q, k, v, the gate z of each value, b of each value head, `decays`."""
+        """Number of elements per position that the layer computes from its input.
+
+        They are q, k, v, a gate z for each element of v, b for each value head, and the inputs of decays (`decays`).
+        """
         return self.channels + self.values + self.value_heads + self.decays
 
     @property
     def decays(self) -> int:
-        """Number of inputs per position from which decays are computed: one for each value head or each key element."""
+        """Number of elements per position from which decays are computed.
+
+        With `by_channel` there is one for each element of k, else one for each value head.
+        """
         return self.keys if self.by_channel else self.value_heads
 
     @property
@@ -126,20 +134,20 @@ class DeltaRule(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state after one position."""
+        """Shape of the recurrent state of one sequence after one position."""
         return self.value_heads, self.value_dim, self.key_dim
 
     def cut(self, ranks: int) -> DeltaRule:
-        """Returns the sizes of the part that one of `ranks` ranks owns."""
+        """Returns the sizes of one rank's part of the layer, if `ranks` ranks share it."""
         return self._replace(key_heads=self.key_heads // ranks, value_heads=self.value_heads // ranks)
 
 
 class ConvRule(NamedTuple):
-    """Sizes of a gated short convolution (LFM2), whose only state is the inputs of a few older positions.
+    """Sizes of a gated short convolution layer (LFM2). Its only state is the inputs of a few older positions.
 
     Attributes:
         channels: number of channels of the convolution.
-        width: number of positions that it reads, including the current one.
+        width: number of positions that the convolution reads, including the current one.
     """
 
     channels: int
@@ -162,11 +170,11 @@ class ConvRule(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state after one position. It has no elements."""
+        """Shape of the recurrent state after one position. It has no elements, because this layer has none."""
         return (0,)
 
     def cut(self, ranks: int) -> ConvRule:
-        """Returns the sizes of the part that one of `ranks` ranks owns."""
+        """Returns the sizes of one rank's part of the layer, if `ranks` ranks share it."""
         return self._replace(channels=self.channels // ranks)
 
 
@@ -194,12 +202,12 @@ class MambaRule(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Number of elements of x at one position, and of the result."""
+        """Number of elements of x at one position. The layer's result has the same number."""
         return self.heads * self.head_dim
 
     @property
     def shared(self) -> int:
-        """Number of elements of B at one position, and of C."""
+        """Number of elements of B at one position, in all groups. C has the same number."""
         return self.groups * self.state_dim
 
     @property
@@ -219,22 +227,22 @@ class MambaRule(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state after one position."""
+        """Shape of the recurrent state of one sequence after one position."""
         return self.heads, self.head_dim, self.state_dim
 
     def cut(self, ranks: int) -> MambaRule:
-        """Returns the sizes of the part that one of `ranks` ranks owns."""
+        """Returns the sizes of one rank's part of the layer, if `ranks` ranks share it."""
         return self._replace(heads=self.heads // ranks, groups=self.groups // ranks)
 
 
 class SelectiveRule(NamedTuple):
-    """Sizes of a Mamba-1 layer (arXiv 2312.00752), in which every channel has a state and steps of its own.
+    """Sizes of a Mamba-1 layer (arXiv 2312.00752), in which every channel has its own state and time step.
 
     Attributes:
-        channels: elements of x.
-        state_dim: elements of B, of C, and of the state of a channel.
-        width: positions that the convolution reads, including the current one.
-        rank: width between the two products that make steps from x.
+        channels: number of elements of x.
+        state_dim: number of elements of B. C and the state of a channel have the same number.
+        width: number of positions that the convolution reads, including the current one.
+        rank: inner width of the two successive products that compute time steps from x.
     """
 
     channels: int
@@ -254,7 +262,7 @@ class SelectiveRule(NamedTuple):
 
     @property
     def selected(self) -> tuple[int, int, int]:
-        """Numbers of elements per position that are computed from x: (inner time step, B, C)."""
+        """Numbers of elements per position that are computed from x: (`rank` inner values of time steps, B, C)."""
         return self.rank, self.state_dim, self.state_dim
 
     @property
@@ -264,11 +272,11 @@ class SelectiveRule(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of the state after one position."""
+        """Shape of the recurrent state of one sequence after one position."""
         return self.channels, self.state_dim
 
     def cut(self, ranks: int) -> SelectiveRule:
-        """Returns the same sizes on every rank, because layers of this kind are not split over ranks."""
+        """Returns these sizes unchanged, because every rank has the whole layer."""
         return self
 
 
@@ -288,13 +296,13 @@ class RoutingRule(NamedTuple):
 
     Attributes:
         chosen: number of experts that are chosen for a token.
-        scores: formula of s; "logits" takes the softmax over the chosen experts alone.
+        scores: formula of s. "logits": s is the logits, and factors are their softmax over the chosen experts alone.
         normed: True if factors are divided by their sum.
         scale: number by which all factors are multiplied.
         groups: number of groups of experts, all of one size. 1: no groups.
         kept_groups: number of groups from which experts are chosen.
-        shared: type of the shared expert, which every token has after the chosen ones. None: there is none.
-        eps: number that is added to the sum with `normed`.
+        shared: type of the shared expert, which processes every token. None: there is none.
+        eps: number that is added to the sum of the factors, with `normed`.
     """
 
     chosen: int
@@ -334,19 +342,20 @@ class ClampedGate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Shape of a step, which the host fixes before the launch. Each value has its own captured graph.
+    """Shape of a decode step, which the host fixes before the launch. Each different shape has its own CUDA graph.
 
     Attributes:
         num_drafts: k, number of draft tokens of every running row (batch slot). 0: plain decoding.
-        sampler: GREEDY (every row takes the largest unchanged logit) or FULL (all options).
+        sampler: GREEDY (every row takes the token with the largest unchanged logit) or FULL (all sampling options).
         num_blocks: upper limit of attended positions, in blocks of KEY_BLOCK.
         tiling: tiles of the matrix products of target and draft.
         top_logprobs: number of most probable ids that are recorded at each place, with the emitted token's
             log-probability. None: nothing is recorded.
-        processed: True if the log-probabilities of some rows are those of the distribution that they sample from. The
-            sampler is then FULL.
-        verification: rule that accepts or refuses drafts of rows that sample.
-        first_block: block of KEY_BLOCK positions. No running row is fed a position in an earlier block.
+        processed: True if some rows record log-probabilities of the distribution that they sample from, instead of the
+            unprocessed logits. The sampler is then FULL.
+        verification: rule that accepts or rejects draft tokens of rows that sample.
+        first_block: index of a block of KEY_BLOCK positions. No token of a running row is at a position in an earlier
+            block.
         grammars: one of GRAMMARS if some rows have a grammar. None: no row has one.
         first_token: True if the step is `first_token_step`, which runs no forward pass.
     """
@@ -363,10 +372,10 @@ class StepShape:
     processed: bool = False
 
     def for_first_tokens(self, *, grammars: bool) -> StepShape:
-        """Returns the shape of `first_token_step` for rows that this shape serves.
+        """Returns the shape of a `first_token_step`. All other values equal those of this shape.
 
         Args:
-            grammars: True if some of the rows have a grammar.
+            grammars: True if some rows of that step have a grammar.
         """
         return replace(self, first_token=True, grammars=GRAMMAR_ONLY if grammars else None)
 
@@ -378,7 +387,7 @@ class StepShape:
         block_table: Tensor,
         state_rows: Tensor | None = None,
     ) -> ForwardBatch:
-        """Returns the input of a pass of this step. For the arguments see `ForwardBatch`."""
+        """Returns the input of a forward pass of this step. For the arguments see `ForwardBatch`."""
         limits = self.num_blocks, self.tiling, self.first_block
         return ForwardBatch(ids, positions, write_mask, block_table, *limits, state_rows)
 
@@ -394,8 +403,9 @@ class ForwardBatch:
         block_table: int64 [B, P], pages of each row.
         num_blocks: upper limit of attended positions, in blocks of KEY_BLOCK.
         tiling: tiles of the matrix products. With fixed tiles a row's bits do not depend on other rows.
-        first_block: see StepShape.
-        state_rows: int64 [B], row of the state cache for each row. None: the model has no recurrent states.
+        first_block: see `StepShape`.
+        state_rows: int64 [B], for each row the index of its recurrent states in their cache. None: the model has no
+            recurrent states.
     """
 
     ids: Tensor
@@ -431,7 +441,7 @@ def row_tiles(batch: int, row_bytes: int, limit: int | None) -> list[tuple[int, 
 
 
 def logit_words(shape: StepShape) -> int:
-    """Returns the number of temporary 4-byte words for each logit of a step, if its ops copy no logits themselves."""
+    """Returns the number of temporary 4-byte words per logit of a step, for ops that make no copies of their own."""
     if isinstance(shape.verification, SyntheticAcceptance):
         return _WORDS_SYNTHETIC if shape.sampler == FULL else 1
     return 1 if shape.grammars is None else WORDS_MASKED
@@ -443,13 +453,13 @@ def blocks(positions: int) -> int:
 
 
 def step_kinds(ks: Iterable[int], grammars: Iterable[str | None]) -> list[tuple[int, str | None]]:
-    """Returns (num_drafts, grammars) of each kind of step that a call may need, largest num_drafts first.
+    """Returns (num_drafts, grammars) of each kind of decode step that a call may need, largest num_drafts first.
 
     A step with MIXED_DRAFTS has at least one draft token. A step with GRAMMAR_ONLY may have none.
 
     Args:
         ks: numbers of draft tokens that steps of the call may have.
-        grammars: values of `StepShape.grammars` that they may have.
+        grammars: values of `StepShape.grammars` that steps of the call may have.
     """
     pairs = [
         (k, kind)
@@ -483,20 +493,20 @@ def chunks_of(
 ) -> list[int]:
     """Returns the sizes of the passes over the prompt tokens at positions start..stop-1.
 
-    Passes begin on an absolute grid of positions. From position 0 on, each full range of the largest size is one pass.
-    The tokens after the last such range are fed in the cheaper of two ways, by estimated cost: by one padded pass, or
-    by the largest pass that they fill and further passes.
+    Passes begin on a grid of positions that is the same for all prompts. From position 0 on, each full range of the
+    largest size is one pass. The tokens after the last full range take the cheaper of two ways, by estimated cost. One
+    way is a single padded pass. The other is the largest pass without padding, and further passes after it.
 
-    Passes of sizes in `same_bits` write the same bits to the KV caches, so such a pass may be split, or start in its
-    middle. The smallest of them is the unit of the grid. Prompts with a common prefix have the same bits in all whole
-    units of that prefix.
+    Passes of sizes in `same_bits` write the same bits to the KV caches. So a pass of such a size may be split, or start
+    in its middle. The smallest of these sizes is the unit of the grid. Prompts with a common prefix have the same bits
+    in all whole units of that prefix.
 
     Args:
         sizes: permitted sizes of passes, ascending.
         stop: the position after the last token.
-        start: the first position, a multiple of the unit.
-        same_bits: those of `sizes` whose passes write the same bits, ascending; (): only the largest.
-        grid_unit: a pass may start at multiples of this position. None: the smallest of `same_bits`.
+        start: the first position, see `grid_unit`.
+        same_bits: those of `sizes` whose passes write the same bits, ascending. (): only the largest size.
+        grid_unit: number of positions. `start` is a multiple of it. None: the smallest of `same_bits`.
         max_tokens: upper limit of tokens for passes of a size in `same_bits`. The smallest size is always allowed.
             None: no limit.
     """
@@ -522,15 +532,15 @@ def chunks_of(
 
 
 def _covering(sizes: list[int], tokens: int) -> list[int]:
-    """Returns the sizes of the passes over `tokens` tokens. The last pass may be padded."""
+    """Returns the sizes of prefill passes over `tokens` tokens. The last pass may be padded. `sizes` is ascending."""
     whole, rest = divmod(tokens, sizes[-1])
     return [sizes[-1]] * whole + _tail(tuple(sizes), rest)
 
 
 def _filled(sizes: list[int], tokens: int) -> list[int]:
-    """Returns the sizes of passes without padding over `tokens` tokens, a multiple of the smallest size.
+    """Returns the sizes of prefill passes without padding over `tokens` tokens.
 
-    Every size divides the next one.
+    `tokens` is a multiple of the smallest size. `sizes` is ascending, and every size divides the next one.
     """
     chunks = []
     for size in reversed(sizes):
@@ -540,7 +550,10 @@ def _filled(sizes: list[int], tokens: int) -> list[int]:
 
 
 def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
-    """Returns the sizes of the cheapest passes over `tokens` tokens. `tokens` is below the largest size."""
+    """Returns the sizes of the prefill passes over `tokens` tokens that have the lowest estimated cost.
+
+    `tokens` is below the largest size. `sizes` is ascending.
+    """
     if tokens <= 0:
         return []
     choices = [[size] for size in sizes if size >= tokens][:1]
@@ -550,5 +563,5 @@ def _tail(sizes: tuple[int, ...], tokens: int) -> list[int]:
 
 
 def _cost(chunks: list[int]) -> int:
-    """Returns the estimated time of passes of these sizes, in units of the time of a prompt token."""
+    """Returns the estimated time of prefill passes of these sizes. The unit is the time of one prompt token."""
     return sum(chunks) + _PASS_COST * len(chunks)
