@@ -77,55 +77,58 @@ if TYPE_CHECKING:  # transformers' models are heavy to import, and a directory n
 
 
 class FastSpecGenerator(OfOneProcess):
-    """Generates text of a target model, faster with a draft model's help, and with the target's exact distribution.
+    """Generates text of a target model by speculative decoding, with exactly the distribution of the target.
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
         draft: a model with the target's tokenizer, a learned drafter, or "mtp" (the target's own MTP layer). None: no
             draft model.
-        proposer: `NGram()` (lookup in the row's own tokens, before the draft model is asked), `Suffix()` (lookup in
+        proposer: `NGram()` (lookup in the request's own tokens, before the draft model is asked), `Suffix()` (lookup in
             predictions, corpora and earlier answers as well, docs/guides/repeats.md), or your own `Proposer`.
-        verification: rule that accepts sampled drafts: "block" (accepts most), "rejection", or "coupled" (the text
-            depends on the seed, not on the drafts), see docs/numerics.md. `SyntheticAcceptance` is for benchmarks only.
-        num_speculative_tokens: k, drafts per step (0..16); 0 decodes plainly. "auto" chooses while it decodes, by
-            measured tokens per second, up to 8, or 16 without a draft model (docs/guides).
-        max_batch_size: number of prompts that are decoded at once; further prompts wait for a free row.
-        max_length: tokens of prompt and output per row, up to the target's context. Default: the smaller of the
-            models' contexts, and the length that fits in 90% of the free memory. Rows longer than the draft's context
-            continue without drafts.
-        page_size: positions per K/V cache page.
-        dtype: dtype of weights and cache of both models. Default: that of each checkpoint on CUDA, float32 on a CPU.
+        verification: rule that accepts sampled draft tokens: "block" (accepts the most), "rejection", or "coupled" (the
+            text depends on the seed, not on the draft tokens), see docs/numerics.md. `SyntheticAcceptance` is for
+            benchmarks only.
+        num_speculative_tokens: k, number of draft tokens per decode step, 0..16. 0: decoding without draft tokens.
+            "auto" chooses k during decoding, by measured tokens per second, up to 8, or 16 without a draft model
+            (docs/guides).
+        max_batch_size: number of requests that are decoded at once. Further requests wait for a free batch slot.
+        max_length: largest number of tokens of prompt and output together, up to the target's context. Default: the
+            smaller of the models' contexts, or less if 90% of the free memory holds less. Requests longer than the
+            draft's context continue without draft tokens.
+        page_size: number of positions per KV cache page.
+        dtype: dtype of weights and KV cache of both models. Default: each checkpoint's dtype on CUDA, float32 on a CPU.
         device: default: the device of a loaded target model, else CUDA if available.
         target_revision, draft_revision: branch, tag or commit of a Hub id.
-        target_quantization, draft_quantization: round weights to "fp8", "int8" or "int4" while they are loaded; weights
-            that are stored quantised stay as they are. A rounded draft never changes the text; a rounded target does.
-            "auto" takes the fastest format of the draft by an estimate; `calibrate` measures it
-            (docs/guides/quantised.md).
+        target_quantization, draft_quantization: format to which weights are quantised while they are loaded: "fp8",
+            "int8" or "int4". Weights that are stored quantised stay as they are. A quantised draft never changes the
+            text, a quantised target does. "auto" takes the draft's fastest format by an estimate; `calibrate` measures
+            it (docs/guides/quantised.md).
         kv_dtype: "fp8" stores K and V in 8 bits (e4m3), half the memory. A pair sets target and draft separately. An
-            fp8 target cache changes the text, equally with and without drafts (docs/guides/memory.md). None: the
-            models' dtype.
-        feature_layers: layer boundaries of the target that a learned drafter reads. Default: from its config
-            (docs/guides/heads.md).
-        draft_vocab: token ids that a head or "mtp" may draft. Token ids outside this list are never drafted; the text
+            fp8 KV cache of the target changes the text, equally with and without draft tokens (docs/guides/memory.md).
+            None: the models' dtype.
+        feature_layers: layer boundaries of the target whose hidden states a learned drafter reads. Default: from the
+            drafter's config (docs/guides/heads.md).
+        draft_vocab: token ids that a head or "mtp" may draft. Token ids outside this list are never drafted. The text
             is the same (docs/guides/heads.md).
-        release_source: free the tensors of loaded models while they are copied. These models are unusable afterwards.
-        prefix_cache: keep pages of earlier prompts until a row needs the space. A prompt that begins like an earlier
-            one is computed only from the first difference, with bit-identical text. Needs no extra memory
-            (docs/guides/chat.md).
-        prefill_budget: prompt tokens that are prefilled between two steps of running rows (at least one pass). None: a
-            whole prompt is prefilled at once, and running rows wait.
-        exact: a row's result is bit-identical for every k, row index and set of other rows (docs/numerics.md). False
-            lets matrix products take any shape, which may be faster.
-        graphs: on CUDA, capture each kind of step as one CUDA graph and replay it. False launches every operation
+        release_source: True frees the tensors of loaded models while they are copied. These models are unusable
+            afterwards.
+        prefix_cache: True keeps KV cache pages of earlier prompts until a request needs the space. A prompt that begins
+            like an earlier one is computed only from the first difference, with bit-identical text. Needs no extra
+            memory (docs/guides/chat.md).
+        prefill_budget: number of prompt tokens that are prefilled between two decode steps of running requests (at
+            least one pass). None: a whole prompt is prefilled at once, and running requests wait.
+        exact: True makes a request's result bit-identical for every k, batch slot and set of other requests
+            (docs/numerics.md). False lets matrix products take any shape, which may be faster.
+        graphs: True captures each kind of decode step as one CUDA graph and replays it. False launches every operation
             from the host. Default: True on CUDA with Triton.
-        compile: run both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
-        nvtx: mark steps and phases for a profiler.
-        progress: show progress and the chosen max_length on stderr.
-        tensor_parallel: number of processes, each with its own GPU, that share the target: 1, 2, 4 or 8; "auto": all
-            that torchrun started. Each process makes the same generator and the same calls
+        compile: True runs both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
+        nvtx: True marks steps and their phases for a profiler.
+        progress: True shows progress and the chosen max_length on stderr.
+        tensor_parallel: number of processes, each with its own GPU, that share the target: 1, 2, 4 or 8. "auto": all
+            processes that torchrun started. Each process makes the same generator and the same calls
             (docs/guides/several-gpus.md).
-        draft_tensor_parallel: "split" divides the draft among these processes; "replicated" copies it to each. Default:
-            the faster one by an estimate.
+        draft_tensor_parallel: "split" divides the draft among these processes. "replicated" copies it to each of them.
+            Default: the faster of the two, by an estimate.
 
     Raises:
         UnsupportedModel, CheckpointError: loading failed; nothing is kept.
@@ -355,7 +358,7 @@ class FastSpecGenerator(OfOneProcess):
             ValueError: a prompt or option value is invalid; the message names it. Nothing was launched.
             UnsupportedOption: an option is not supported.
             InvalidLogits: the target gave NaN or infinite logits, or the options left no token. It is raised when the
-                other rows are complete; the error's `output` contains them.
+                other sequences are complete. The error's `output` contains them.
             RuntimeError: the generator is closed, or a step failed.
         """
         call = self._prepare(CallArguments(input_ids, attention_mask, generation_config, keywords))
@@ -401,7 +404,9 @@ class FastSpecGenerator(OfOneProcess):
     def submit(
         self, prompt_ids: Any, generation_config: GenerationConfig | None = None, **keywords: Unpack[GenerateOptions]
     ) -> Handle:
-        """Continues one prompt, beside running calls and other handles. Any thread may call it at any time.
+        """Continues one prompt, beside running calls and other handles.
+
+        `submit` may be called from any thread at any time.
 
         All requests are decoded in one batch, by a thread of the generator that runs from the first `submit` on. The
         text of a request does not depend on the other requests. Requests wait for a free batch slot and free KV cache
@@ -452,12 +457,14 @@ class FastSpecGenerator(OfOneProcess):
         that `generate` recorded for the same prompt and tokens, bit for bit. Prompts are scored by prefill passes.
 
         Args:
-            input_ids, attention_mask: rows, each a prompt and its answer, in any form that `generate` takes.
-            lengths: number of prompt tokens of each row: one number, or one per row. None: the whole row is its prompt.
+            input_ids, attention_mask: sequences, each a prompt and its answer, in any form that `generate` takes.
+            lengths: number of prompt tokens of each sequence: one number for all, or one per sequence. None: the whole
+                sequence is its prompt.
             top_logprobs: number of most probable ids to record at each token, up to 20.
             prompt_logprobs: True to score the prompts, too. With False prompts may come from the prefix cache.
-            logprobs_mode: "raw" (default): by the target's unprocessed logits. "processed": answers are scored under
-                the distribution from which `generate` samples with these options, and prompts as with "raw".
+            logprobs_mode: "raw" (default): all tokens are scored by the target's unprocessed logits. "processed":
+                answers are scored under the distribution from which `generate` samples with these options. Prompts are
+                scored as with "raw".
             generation_config, **options: sampling options of `generate`, for "processed" only.
 
         Raises:
@@ -595,20 +602,21 @@ class FastSpecGenerator(OfOneProcess):
         model: Literal["target", "draft"] = "target",
         version: int | str | None = None,
     ) -> None:
-        """Replaces the weights of a model in place, so that captured steps stay valid.
+        """Replaces the weights of a model in place, so that captured CUDA graphs stay valid.
 
-        All values are checked before the first one is copied. Afterwards results are those of a generator that is made
-        from the new checkpoint. K/V and states of earlier prompts are dropped. Tensors are copied from the device that
-        they are on. With `tensor_parallel` every rank makes the call with whole tensors, and copies its slices.
+        All values are checked before the first one is copied. Afterwards results equal those of a new generator with
+        the new checkpoint. K/V and recurrent states of earlier prompts are dropped. Tensors may be on any device. With
+        `tensor_parallel` every rank makes this call with whole tensors, and copies its slices.
 
         Args:
             values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
-                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. Pairs
-                are all read before anything changes. Instead of a tensor a pair may hold what
-                `torch.multiprocessing.reductions.reduce_tensor` makes of one in another process (CUDA IPC).
-            model: "target", or "draft" for a draft model or a learned drafter. A drafter takes all its tensors, by the
-                names of its checkpoint; for MTP layers that is the target's.
-            version: name of the target's new weights, for `Stats.weight_version`. None: the number of its updates.
+                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. All
+                pairs are read before anything changes. Instead of a tensor, a pair may hold the result of
+                `torch.multiprocessing.reductions.reduce_tensor` in another process (CUDA IPC).
+            model: "target", or "draft" for a draft model or a learned drafter. A learned drafter needs all its tensors,
+                by the names of its checkpoint. MTP layers use the names of the target's checkpoint.
+            version: name of the target's new weights, for `Stats.weight_version`. None: the number of updates that the
+                target has had.
 
         Raises:
             CheckpointError: the model has no tensor of that name, shape or dtype. Nothing has changed.
@@ -679,17 +687,17 @@ class FastSpecGenerator(OfOneProcess):
 
     @shielded()
     def sleep(self, level: int = 1) -> int:
-        """Releases memory to the GPU driver until `wake`. Calls raise an error meanwhile.
+        """Releases memory to the GPU driver until `wake`. In between, `generate` and similar calls raise an error.
 
-        Prompts of the prefix cache are dropped, and captured steps deleted. Buffers that are not all zero are copied to
-        host memory. On a CPU the memory is released to the system.
+        The contents of the prefix cache and captured CUDA graphs are deleted. Buffers that are not all zero are copied
+        to host memory. On a CPU the memory is released to the operating system.
 
         Args:
-            level: 1 frees K/V, states, buffers and captured steps. 2 frees the weights as well; those of a learned
-                drafter are copied to host memory.
+            level: 1 frees K/V, recurrent states, buffers and CUDA graphs. 2 frees the weights as well; weights of a
+                learned drafter are copied to host memory.
 
         Returns:
-            The number of bytes that were freed, without those of captured steps.
+            The number of bytes that were freed, without the bytes of CUDA graphs.
 
         Raises:
             ValueError: the level is neither 1 nor 2.
@@ -716,14 +724,15 @@ class FastSpecGenerator(OfOneProcess):
 
     @shielded()
     def wake(self, weights: NewWeights | None = None, *, version: int | str | None = None) -> None:
-        """Allocates the memory that `sleep` released, and captures the steps that were captured before.
+        """Allocates the memory that `sleep` released, and captures again the CUDA graphs that `sleep` deleted.
 
-        After level 2 it also loads weights: the target's new ones if given, else those from which the generator was
-        made. A draft model always gets the weights from which it was made.
+        After level 2 it also loads weights. The target gets `weights` if given, else the weights of its checkpoint. A
+        draft model always gets the weights of its checkpoint.
 
         Args:
-            weights: all tensors of the target, as for `update_weights`. None: those of its checkpoint, with version 0.
-            version: name of these weights, see `update_weights`.
+            weights: all tensors of the target, as for `update_weights`. None: the tensors of its checkpoint, with
+                version 0.
+            version: name of the loaded weights, see `update_weights`.
 
         Raises:
             CheckpointError, UnsupportedOption: see `update_weights`; the generator still sleeps.
@@ -785,18 +794,19 @@ class FastSpecGenerator(OfOneProcess):
     def warmup(
         self, num_speculative_tokens: int | str | None = None, *, sampler: str = GREEDY, length: int = 0
     ) -> None:
-        """Captures the steps that calls with this number of draft tokens, or without draft tokens, may need.
+        """Captures CUDA graphs of the decode steps that calls with this number of draft tokens, or with 0, may need.
 
-        With "auto" these are steps of every k that it chooses from, and they are timed, too. Steps captured before are
-        kept. The constructor captures those for greedy decoding with its own number of drafts. A call captures missing
-        steps first. Without CUDA graphs nothing is captured.
+        With "auto" these are the steps of every k from which "auto" chooses, and they are timed, too. Earlier graphs
+        are kept. The constructor captures the steps of greedy decoding with its own number of draft tokens. A call
+        captures missing steps before it starts. Without CUDA graphs nothing is captured.
 
         Args:
-            num_speculative_tokens: drafts per step, up to the generator's own number. None: the default of calls.
-            sampler: "greedy" (the largest logit in every row), or "full" (any sampling option).
-            length: number of tokens of the longest row, prompt and output. Rows of up to 1024 positions, including a
-                step's drafts, share one kind of step. So do rows of up to 4096 positions, and so on. Prompts of 4354
-                tokens and more need one more kind.
+            num_speculative_tokens: number of draft tokens per step, up to the generator's own number. None: the default
+                of calls.
+            sampler: "greedy" (every request takes the largest logit), or "full" (any sampling option).
+            length: number of tokens of the longest request, prompt and output. Requests of up to 1024 positions,
+                including a step's draft tokens, share one kind of step. Requests of up to 4096 positions share another
+                kind, and so on. Prompts of 4354 tokens and more need one more kind.
 
         Raises:
             ValueError: a value out of range.
@@ -817,7 +827,7 @@ class FastSpecGenerator(OfOneProcess):
         Args:
             choice: numbers of draft tokens of the calls.
             length: number of tokens of the longest sequence.
-            loaded: waits for weights that another thread still reads.
+            loaded: waits for weights that another thread still loads.
             compilers: see `Engine.compile`.
         """
 
