@@ -1,6 +1,6 @@
 """Compares the arguments of all ranks before anything is launched.
 
-A rank with other arguments would block the others.
+A rank with different arguments would otherwise block the other ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def agree(
 
     Args:
         world: all ranks.
-        asked: arguments that must be equal on all ranks, by the name used in an error.
-        told: value of this rank for the others. It is a small JSON value, and may differ between ranks.
-        error: the error with which this rank refuses the arguments. This rank raises it itself, after `agree`.
+        asked: arguments that must be equal on all ranks, by their names in an error message.
+        told: value that this rank sends to the other ranks. It is a small JSON value, and may differ between ranks.
+        error: the error with which this rank refuses the arguments. The caller raises it after `agree`. None: this rank
+            accepts them.
         starting: True while generators are constructed, when ranks may arrive minutes apart.
 
     Raises:

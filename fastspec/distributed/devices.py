@@ -19,8 +19,9 @@ from fastspec.kernels.room import EMPTY, Room, blocks_of, buffer_bytes, elements
 class OverDevices:
     """Exchange of CUDA tensors. All operations can be captured in a CUDA graph.
 
-    A kernel writes a tensor that fits into `room` to the other GPUs' memory. Larger tensors use NCCL. Then each rank
-    gets its rows of all ranks' partial sums, adds them as one binary tree, and sends the rounded rows to all ranks.
+    A kernel writes a tensor that fits into `room` to the other GPUs' memory. Larger tensors use NCCL. With NCCL, each
+    rank receives a part of the rows of all ranks' partial sums. It adds them as one binary tree, and sends the rounded
+    rows to all ranks.
 
     Args:
         world: all ranks, with one GPU each.
@@ -29,7 +30,7 @@ class OverDevices:
         prompts: number of 4-byte elements of the largest tensor of a prefill pass.
 
     Attributes:
-        room: memory of all GPUs to which all ranks write. None: the GPUs do not reach each other's memory.
+        room: memory on all GPUs to which all ranks can write. None: the GPUs do not reach each other's memory.
     """
 
     def __init__(self, world: World, device: torch.device, elements: int, prompts: int = 0) -> None:
@@ -148,7 +149,7 @@ def _others(world: World, device: torch.device) -> list[int]:
 def _shared(world: World, device: torch.device, elements: int) -> Room:
     """Allocates this rank's part of the shared memory, and opens the parts of the other ranks.
 
-    A rank may use it only after all ranks have allocated theirs.
+    A rank may use the memory only after all ranks have allocated their parts.
     """
     torch.cuda.current_stream(device).synchronize()  # makes the CUDA context of the device current
     memory = SharedMemory(buffer_bytes(world.size, elements), EMPTY, world.gather_bytes, world.rank)

@@ -44,7 +44,7 @@ class Exchange(Protocol):
         Args:
             keys: uint64 [R], for each row the key of this rank's largest logit, see `kernels.reference.keys_of`.
             width: number of token ids per rank. Rank r has ids r * width .. (r + 1) * width - 1.
-            out: int64 [R], with any stride.
+            out: int64 [R], receives the ids. Any stride is possible.
         """
 
 
@@ -72,7 +72,7 @@ def add_rounded(total: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
 
 
 class RankSums:
-    """Calls `Exchange.added`, and provides the memory for kernels that sum over ranks themselves.
+    """Sums over ranks by `Exchange.added`, or provides the memory for kernels that sum over ranks themselves.
 
     It implements `kernels.reference.layer.Reduce`.
     """

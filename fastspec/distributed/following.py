@@ -1,4 +1,4 @@
-"""Tells the other ranks as JSON which requests join or leave the batch of rank 0 before each step.
+"""Messages from rank 0 to the other ranks before each step, as JSON: which requests join or leave the batch.
 
 All ranks have the same requests and schedule them equally. Only rank 0 has callers that wait for tokens.
 """
@@ -29,9 +29,9 @@ from fastspec.scheduling.requests import PreparedCall, Request, requests_of
 
 
 class RequestNumbers:
-    """Assigns numbers to requests, by which ranks name them in messages.
+    """Assigns numbers to requests. Messages between ranks name requests by these numbers.
 
-    All ranks assign the same number to a request, because requests join in the same order on each.
+    All ranks assign the same number to a request, because requests join the batch in the same order on each rank.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class RequestNumbers:
             del self._requests[number]
 
     def of(self, requests: list[Request]) -> list[int]:
-        """Returns the numbers of those requests that have not ended."""
+        """Returns the numbers of `requests`, without requests that have ended."""
         return [self._of[request] for request in requests if request in self._of]
 
     def requests(self, numbers: list[int]) -> list[Request]:
@@ -64,7 +64,7 @@ class Leader:
 
     Args:
         world: all ranks.
-        numbers: numbers of requests. Requests that join get theirs here.
+        numbers: numbers of requests. Requests that join the batch get their numbers here.
     """
 
     def __init__(self, world: World, numbers: RequestNumbers) -> None:
@@ -73,7 +73,7 @@ class Leader:
         self._ended = False
 
     def tell(self, messages: list[Message]) -> None:
-        """Sends the messages of one turn.
+        """Sends the messages that precede one step to the other ranks.
 
         Raises:
             RankFailed: a rank has failed.
@@ -150,7 +150,7 @@ def follow(ranks: Ranks, loop: Loop, reader: Reader, numbers: RequestNumbers) ->
 
 
 def written(messages: list[Message], numbers: RequestNumbers) -> str:
-    """Returns messages as the JSON text that `Reader.read` parses. Gives numbers to requests that join."""
+    """Returns messages as the JSON text that `Reader.read` parses. Gives numbers to requests that join the batch."""
     return json.dumps([_written(each, numbers) for each in messages])
 
 

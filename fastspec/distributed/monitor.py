@@ -22,7 +22,7 @@ class Status(NamedTuple):
     Attributes:
         beat: a counter that grows while the process lives.
         exchanges: number of exchanges that the rank has begun.
-        doing: description of its present work, for messages.
+        doing: description of the rank's present work, for error messages.
     """
 
     beat: int
@@ -31,7 +31,7 @@ class Status(NamedTuple):
 
 
 class Monitor:
-    """Sends heartbeats from one thread of each rank, through a store that rank 0 keeps.
+    """Sends and reads heartbeats in one thread of each rank, through a key-value store in the process of rank 0.
 
     Args:
         rank, size: index of this process, and number of processes.
@@ -57,7 +57,7 @@ class Monitor:
         self._thread.start()
 
     def abort(self, cause: str) -> None:
-        """Tells all ranks that this one cannot go on. If several ranks tell a cause, the first one is kept."""
+        """Tells all ranks that this rank cannot go on. If several ranks tell a cause, the first cause is kept."""
         self._cause = self._cause or cause
         telling = threading.Thread(target=self._tell, args=(cause,), name="fastspec-ranks-abort", daemon=True)
         telling.start()
@@ -82,7 +82,7 @@ class Monitor:
         return self._cause
 
     def wait_for_cause(self, seconds: float) -> str | None:
-        """Waits until a rank has told why the group cannot go on. Returns that cause; None after `seconds`."""
+        """Waits until a rank has told why the group cannot go on. Returns the cause. None: no cause in `seconds`."""
         end = time.monotonic() + seconds
         while self.cause is None and time.monotonic() < end:
             time.sleep(BEAT / 4)

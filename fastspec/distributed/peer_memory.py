@@ -16,13 +16,13 @@ class IpcMemoryHandle(ctypes.Structure):
 
 
 class SharedMemory:
-    """GPU memory of this process, which other processes can address, and the addresses of theirs in this process.
+    """GPU memory that this process shares with other processes, and the addresses of the memory that they share.
 
-    It is allocated by the driver, because torch's allocator may give memory without an IPC handle (expandable
-    segments). torch's own symmetric memory takes seconds to create.
+    The driver allocates it, because torch's allocator may return memory without an IPC handle (expandable segments).
+    torch's own symmetric memory takes seconds to create.
 
     Args:
-        size: bytes of each process's memory.
+        size: number of bytes that each process shares.
         word: 4-byte value with which this process's memory is filled.
         everyone: function that gathers bytes from all processes, in rank order.
         rank: rank of this process.
@@ -71,7 +71,7 @@ class SharedMemory:
         return address.value
 
     def close(self) -> None:
-        """Closes the memory of other ranks and frees that of this process. No kernel that uses either may run."""
+        """Closes the memory of other ranks and frees this process's memory. No kernel may still use either."""
         opened, self._opened = self._opened, []
         own, self._own = self._own, ctypes.c_uint64()
         if not own.value:

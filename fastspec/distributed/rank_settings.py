@@ -101,14 +101,16 @@ def agreed_settings(
 def agreed_warmup(
     ranks: Ranks, loop: Loop, drafting: DraftPlan, max_length: int, asked: tuple[int | str | None, str, int]
 ) -> tuple[DraftChoice, int]:
-    """Returns the numbers of drafts and the longest row of a warm-up. Checks that all ranks ask for the same.
+    """Checks that all ranks call `warmup` with the same arguments.
+
+    Returns the numbers of draft tokens and the length of the longest sequence for which steps are captured.
 
     Args:
         ranks: ranks of the generator.
         loop: loop of this rank, which must be idle.
-        drafting: numbers of drafts that the generator supports.
-        max_length: limit of tokens of a row.
-        asked: the arguments of `warmup`: drafts of a step, sampler, and tokens of the longest row.
+        drafting: numbers of draft tokens that the generator supports.
+        max_length: largest number of tokens of a sequence.
+        asked: arguments of `warmup`: (draft tokens per step, sampler, tokens of the longest sequence).
 
     Raises:
         ValueError: a value out of range.
@@ -141,7 +143,7 @@ def _decide_draft(draft: Checkpoint | HeadCheckpoint | None, ranks: Ranks, devic
 
 
 def _splits_draft(draft: Checkpoint, ranks: Ranks, device: torch.device, dtype: Any) -> bool:
-    """True if the draft is split by default: on GPUs, if that shortens its passes."""
+    """True if the draft is split by default: on GPUs, if the split shortens the draft's passes by an estimate."""
     if device.type != "cuda" or not _plain(draft) or not isinstance(draft.spec, ModelSpec):
         return False
     if draft.spec.plans[0].qk_norm == "projection":  # this norm needs one more exchange in each layer
@@ -157,7 +159,7 @@ class TimedModel(Sizes, Protocol):
         """Number of layers. Each layer has two sums over ranks."""
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of weights that a pass reads."""
+        """Returns the number of bytes of weights that one forward pass reads."""
 
 
 def splitting_pays(model: TimedModel, dtype: torch.dtype, ranks: int, rate: float) -> bool:
@@ -166,7 +168,7 @@ def splitting_pays(model: TimedModel, dtype: torch.dtype, ranks: int, rate: floa
     Args:
         model, dtype: sizes of the model, and the dtype of its weights on the device.
         ranks: number of ranks.
-        rate: rated bytes per second of the device's memory.
+        rate: nominal bandwidth of the device's memory, in bytes per second.
     """
     if ranks not in SUM_SECONDS or not divides(model, ranks):
         return False
@@ -175,7 +177,7 @@ def splitting_pays(model: TimedModel, dtype: torch.dtype, ranks: int, rate: floa
 
 
 def memory_rate(device: torch.device) -> float:
-    """Returns the rated bytes per second of a CUDA device's memory."""
+    """Returns the nominal memory bandwidth of a CUDA device, in bytes per second."""
     found = torch.cuda.get_device_properties(device)
     khz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
     return 2 * khz * 1e3 * bits / 8 or USUAL_RATE  # two transfers per clock

@@ -59,8 +59,8 @@ class Ranks:
         """Makes the ranks from the arguments of a generator.
 
         Args:
-            asked: tensor_parallel: a number of ranks, "auto", or None.
-            draft: draft_tensor_parallel: "replicated", "split", or None for the faster one.
+            asked: the generator's argument `tensor_parallel`: a number of ranks, "auto", or None.
+            draft: the argument `draft_tensor_parallel`: "replicated", "split", or None for the faster of the two.
 
         Raises:
             UnsupportedOption: another value, or another number of processes than `asked`.
@@ -87,17 +87,17 @@ class Ranks:
         return self.world.rank == 0
 
     def device(self, asked: Any) -> Any:
-        """Returns `asked`, if it names a device. Else the device of this rank: the GPU with its local rank."""
+        """Returns `asked`, if it names a device. Else returns this rank's device: the GPU with its local rank."""
         wanted = asked is None or (str(asked) == "cuda")
         if self.size == 1 or not wanted or not torch.cuda.is_available():
             return asked
         return torch.device("cuda", dist.get_node_local_rank(self.world.rank))
 
     def share(self, sizes: Sizes, name: str, *, draft: bool, on_cpu: bool) -> RankShare | None:
-        """Returns the part of a model that this rank owns. None: the whole model, computed as without ranks.
+        """Returns the part of a model that this rank owns. None: the rank has the whole model.
 
-        A single rank on a GPU also gets a part, the whole model. So its partial sums are added in the same order as
-        those of several ranks.
+        A single rank on a GPU also gets a `RankShare`, which is the whole model. So one rank adds partial sums in the
+        same order as several ranks.
 
         Args:
             sizes, name: sizes of the model, and its name for messages.

@@ -1,4 +1,4 @@
-"""Ranges of rows and columns of every weight matrix that a rank owns, computed from the model's sizes alone.
+"""Ranges of rows and columns that a rank owns of every weight matrix, computed from the model's sizes alone.
 
 The q, k, v, gate and up projections and the LM head are split by output rows, the o and down projections by columns. So
 a layer has two sums over ranks (Megatron-LM, arXiv 1909.08053, section 3). Every rank has the whole embedding and all
@@ -34,7 +34,7 @@ class Sizes(Protocol):
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key heads of a layer, and of value heads."""
+        """Number of key heads of a layer. There are as many value heads."""
 
     @property
     def divided(self) -> Mapping[str, int]:
@@ -93,7 +93,7 @@ class RankShare:
 
     @property
     def own_parts(self) -> int:
-        """Number of this rank's parts of K, see `parts`."""
+        """Number of parts of K that this rank owns, see the attribute `parts`."""
         return self.parts // self.size
 
 

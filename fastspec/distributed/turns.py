@@ -18,7 +18,7 @@ _SEEN = 64  # a follower reports its position after this many turns; rank 0 dele
 
 
 class Turns:
-    """One end of the message log: rank 0 writes, the others read. The log is in the store of the heartbeats.
+    """One end of the message log: rank 0 writes it, the other ranks read it. It is in the heartbeats' key-value store.
 
     A connection to the store answers one request at a time. So this class has its own connection: waiting here must not
     delay heartbeats.
@@ -101,9 +101,9 @@ class Turns:
         self._store.set(f"ended/{self._world.rank}", "")
 
     def wait_for_end(self) -> None:
-        """Waits until all followers have called `end`, at most LOST seconds.
+        """Waits until all other ranks have called `end`, at most LOST seconds.
 
-        Rank 0 calls it before it ends, because the store with the log ends with rank 0.
+        Rank 0 calls this method before its process ends, because the store with the log ends with that process.
         """
         until = time.monotonic() + LOST
         for rank in range(1, self._world.size):

@@ -28,7 +28,7 @@ class World:
     Args:
         rank, size: index of this process, and number of processes.
         group: gloo group of all processes. None for one process alone.
-        patience: seconds by which a rank may reach an exchange later than the others. After that time it has failed.
+        patience: seconds that ranks wait in an exchange for a later rank. After that time the later rank has failed.
 
     Attributes:
         rank, size, group, patience: see Args.
@@ -54,7 +54,7 @@ class World:
     def meet(cls, patience: float = PATIENCE) -> World:
         """Waits for all processes that torchrun or the caller started, and returns their world.
 
-        Without a process group it is this process alone.
+        Without a process group the world is this process alone.
         """
         if not dist.is_available() or not (dist.is_initialized() or dist.is_torchelastic_launched()):
             return cls.alone()
@@ -72,7 +72,7 @@ class World:
             self._monitor.close()
 
     def gather(self, tensor: Tensor, patience: float | None = None) -> list[Tensor]:
-        """Gathers CPU tensors from all ranks, in rank order. All have the same shape and dtype.
+        """Gathers CPU tensors from all ranks, in rank order. All these tensors have the same shape and dtype.
 
         Args:
             tensor: tensor of this rank.
@@ -138,7 +138,7 @@ class World:
             self._give_up()
 
     def wait_for_all(self) -> None:
-        """Waits until every rank has called this. Loading and compiling may take minutes longer on some ranks."""
+        """Waits until every rank has called this method. Loading and compiling may take longer on some ranks."""
         self.gather(torch.zeros(1, dtype=torch.uint8, device="cpu"), STARTING)
 
     def doing(self, what: str) -> None:
@@ -148,7 +148,7 @@ class World:
 
     @contextmanager
     def guarded(self, what: str, symmetric: tuple[type[BaseException], ...] = ()) -> Iterator[None]:
-        """Context in which an error of this rank ends the work of all ranks. Their errors name its cause.
+        """Context in which an error of this rank ends the work of all ranks. Errors of other ranks name its cause.
 
         Args:
             what: description of the work.
@@ -217,7 +217,7 @@ class World:
         return self._monitor.port
 
     def broken(self, error: RuntimeError) -> RankFailed:
-        """Returns RankFailed for a broken connection to another rank. Waits for the cause that this rank may tell.
+        """Returns RankFailed for a broken connection to another rank. Waits for the cause that a rank may tell.
 
         Args:
             error: the error of the connection.
