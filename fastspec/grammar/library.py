@@ -28,7 +28,7 @@ _VALUES: Final = frozenset(["const", "enum", "default", "examples"])  # keywords
 
 
 class Grammars:
-    """Compiled grammars over one vocabulary, in a cache. Any thread may use it.
+    """Cache of compiled grammars over one vocabulary. The method `row` may be called from any thread.
 
     Args:
         vocab_size: number of logits of the target.
@@ -162,7 +162,7 @@ def _compiled(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def constraints(schema: Any) -> Any:
-    """Returns a JSON schema without those keywords that llguidance refuses although they have no effect."""
+    """Returns a copy of a JSON schema without keywords that have no effect. llguidance would refuse these keywords."""
     if isinstance(schema, list):
         return [constraints(each) for each in schema]
     if not isinstance(schema, dict):
@@ -179,8 +179,8 @@ def constraints(schema: Any) -> Any:
 def _is_annotation(name: str, value: Any) -> bool:
     """True if a keyword with this value has no effect on the text.
 
-    An unknown `format` is an annotation (JSON Schema 2020-12, Validation, 7.2.1). zod writes `propertyNames` for every
-    record, but property names are always strings.
+    An unknown `format` is an annotation (JSON Schema 2020-12, Validation, 7.2.1). The library zod writes
+    `propertyNames` for every record, but property names are always strings.
     """
     if name == "format":
         return isinstance(value, str) and value not in _FORMATS

@@ -54,7 +54,8 @@ class GrammarStep:
 
     Attributes:
         drafts: draft tokens, all allowed by the grammar.
-        masks: int32 [len(drafts) + 1, W], the ids allowed at each position: id i is bit i % 32 of word i // 32.
+        masks: int32 [len(drafts) + 1, W], the ids allowed at each position. Id i is allowed if bit i % 32 of element
+            i // 32 is set.
     """
 
     drafts: list[int]
@@ -98,7 +99,10 @@ class GivenTokens:
         return None
 
     def next_step(self, max_drafts: int) -> GrammarStep:
-        """Returns the next given tokens: all except the last one as drafts, and masks that allow each of them alone."""
+        """Returns a step for the next given tokens, at most `max_drafts` + 1.
+
+        All of them except the last are draft tokens. Each mask allows one of them alone.
+        """
         tokens = self._tokens[self._next : self._next + max_drafts + 1]
         return GrammarStep(list(tokens[:-1]), np.stack([_bits([token], self._words) for token in tokens]))
 
@@ -108,7 +112,7 @@ class RowGrammar:
 
     Args:
         matcher: matcher of the compiled grammar, in its start state.
-        vocab_size: number of logits of the target. A mask has W = ceil(vocab_size / 32) words.
+        vocab_size: number of logits of the target. A mask has W = ceil(vocab_size / 32) 32-bit words.
         stop_ids: token ids that end the row. They are allowed only where the text is complete.
         ends: ids that the matcher treats as the end of the text. Except for stop ids they are never allowed.
         prompt: token ids of the row's prompt, for lookup.
@@ -136,7 +140,7 @@ class RowGrammar:
 
     @property
     def possible(self) -> bool:
-        """True if any token is allowed next."""
+        """True if at least one token is allowed next."""
         return bool(self._mask(first=not self._begun).any())
 
     def advance(self, tokens: Sequence[int]) -> int | None:
@@ -238,7 +242,7 @@ def _holds(mask: NDArray[np.int32], token: int) -> bool:
 
 
 def _bits(ids: Iterable[int], words: int) -> NDArray[np.int32]:
-    """Returns the mask int32 [W] that allows these ids."""
+    """Returns the mask int32 [words] that allows these ids. words: number of 32-bit words of the mask."""
     bits = np.zeros(words * _BITS, dtype=bool)
     bits[list(ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -13,7 +13,7 @@ KINDS = JSON_SCHEMA, REGEX, GRAMMAR = "json_schema", "regex", "grammar"  # the k
 
 
 class GrammarError(UnsupportedOption):
-    """A grammar that no row can follow: it cannot be parsed, allows no text, or lacks llguidance or a tokenizer."""
+    """Error for a grammar that cannot be parsed or allows no text, or if llguidance or a tokenizer is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class GrammarSpec:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> GrammarSpec | None:
-        """Returns the grammar of one row. None if there is none.
+        """Returns the grammar of one row. Returns None if the row's options have no grammar.
 
         Args:
             given: options of the row by keyword.

@@ -1,1 +1,1 @@
-"""Reads and checks prompts and generation options, before anything is launched."""
+"""Reads and checks prompts and generation options, before any kernel is launched."""

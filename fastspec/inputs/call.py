@@ -1,4 +1,4 @@
-"""Reads prompts and options of one call of `generate`, `stream`, `submit` or `calibrate`."""
+"""Reads the prompts and options of one call of `generate`, `stream`, `submit` or `calibrate`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class CallArguments:
 
     Attributes:
         input_ids, attention_mask, generation_config: arguments of `generate`.
-        keywords: all other keyword arguments. An entry is removed when it is read.
+        keywords: all other keyword arguments. `inputs` and `tokenizer` are removed when they are read.
     """
 
     input_ids: Any
@@ -40,7 +40,7 @@ class CallArguments:
 
     @property
     def unlimited(self) -> bool:
-        """True if neither the keywords nor the generation config limit the number of tokens."""
+        """True if neither the keywords nor the generation config set max_new_tokens or max_length."""
         names = ("max_new_tokens", "max_length")
         return all(self.keywords.get(name, getattr(self.generation_config, name, None)) is None for name in names)
 
@@ -53,7 +53,8 @@ class CallInputs:
         prompts: token ids of each prompt, without padding.
         options: options of the call and of each of its rows (one row per output sequence).
         raw: the prompts with the user's padding.
-        tokenizer: reads stop strings and grammars. None if the call has neither, or if there is no tokenizer.
+        tokenizer: tokenizer for stop strings and grammars. None: the call passed none, and it has neither stop strings
+            nor grammars or the checkpoint has no tokenizer.
     """
 
     prompts: list[list[int]]
@@ -71,7 +72,7 @@ class ModelLimits:
         context: largest number of tokens that the model supports.
         max_length: largest number of tokens of prompt and output for which the generator has memory.
         generation_config: default options of the checkpoint. None: it has none.
-        tokenizer: loads and returns the checkpoint's tokenizer, or None if there is none.
+        tokenizer: function that loads the checkpoint's tokenizer. It returns None if the checkpoint has none.
     """
 
     vocab_size: int
@@ -85,13 +86,13 @@ def read_call(arguments: CallArguments, model: ModelLimits, default_new_tokens: 
     """Reads and checks the arguments of a call. Does not use the device.
 
     Args:
-        arguments: arguments of the call. Entries are removed from its keywords.
+        arguments: arguments of the call. Its `keywords` are changed in place.
         model: limits of the target.
         default_new_tokens: max_new_tokens for a call that sets no limit. It is reduced if the prompts leave less room
-            within `max_length`. None: the default of transformers.
+            within `max_length`. None: the default of transformers applies.
 
     Raises:
-        ValueError, UnsupportedOption: errors of `generate`.
+        ValueError, UnsupportedOption: a prompt or option is refused, see `generate`.
     """
     keywords, raw = arguments.keywords, arguments.prompts()
     tokenizer = _checked_tokenizer(keywords.pop("tokenizer", None))
@@ -121,7 +122,11 @@ def _has_text(predictions: Any) -> bool:
 
 
 def _as_ids(predictions: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
-    """Returns the predictions as token ids. Texts are encoded without special tokens."""
+    """Encodes the texts of the option `predictions` without special tokens. Other entries stay unchanged.
+
+    Raises:
+        ValueError: `tokenizer` is None.
+    """
     if tokenizer is None:
         raise ValueError(
             "predictions need a tokenizer where they are texts, and the target's checkpoint brings none; pass "
@@ -133,7 +138,7 @@ def _as_ids(predictions: Any, tokenizer: PreTrainedTokenizerBase | None) -> Any:
 
 
 def _checked_tokenizer(tokenizer: Any) -> PreTrainedTokenizerBase | None:
-    """Returns the option `tokenizer` of a call, checked.
+    """Checks the option `tokenizer` of a call, and returns it. None: not given.
 
     Raises:
         ValueError: the object is not a tokenizer.

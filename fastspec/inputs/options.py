@@ -1,7 +1,10 @@
-"""Reads generation options, with the meaning that they have in transformers. Other options than OPTIONS are refused.
+"""Reads generation options, with the meaning that they have in transformers.
 
-Order of precedence: keyword arguments, the user's `generation_config`, the checkpoint's `generation_config`, the
-defaults of transformers. transformers' `GenerationConfig.update` merges them.
+The table `OPTIONS` lists the supported options. Unknown keywords are refused, and unsupported options that would change
+the output.
+
+Order of precedence, highest first: keyword arguments, the user's `generation_config`, the checkpoint's
+`generation_config`, the defaults of transformers. transformers' `GenerationConfig.update` merges them.
 """
 
 from __future__ import annotations
@@ -55,19 +58,20 @@ class Options:
         stop_ids: token ids that end a row. May be empty.
         stop_strings: texts that end a row. May be empty.
         across_prompt: True if a stop string may begin in the prompt, as in transformers.
-        pad_token_id: id with which the output of rows that ended early is filled.
-        padding: pad_token_id as the user or the checkpoint set it, with which prompts may be padded. None: not set.
+        pad_token_id: id that fills the output of rows that ended early.
+        padding: the pad_token_id that the user or the checkpoint set. Prompts may be padded with it. None: not set.
         rows: options of each row: `copies` rows of the first prompt, then of the second, and so on.
-        copies: num_return_sequences.
+        copies: number of rows per prompt (num_return_sequences).
         return_dict: True if `generate` returns a GenerateOutput, not a tensor.
-        num_speculative_tokens: largest number of draft tokens per step that a row allows. None: some row has no limit
-            of its own.
-        auto: True if some row has num_speculative_tokens="auto".
+        num_speculative_tokens: largest of the rows' limits of draft tokens per step. None: at least one row has no
+            limit of its own.
+        auto: True if at least one row has num_speculative_tokens="auto".
         seeded: True if the user gave a seed.
         top_logprobs: number of most probable ids to record with the log-probability of each new token. None: nothing is
             recorded.
-        prompt_top_logprobs: the same for the tokens of the prompts.
-        processed_logprobs: True if a row's recorded log-probabilities are those of the distribution from which it
+        prompt_top_logprobs: number of most probable ids to record with the log-probability of each prompt token. None:
+            nothing is recorded for prompts.
+        processed_logprobs: True if at least one row records log-probabilities of the distribution from which it
             samples.
     """
 
@@ -106,8 +110,8 @@ def resolve(
     """Merges and checks the options of one call.
 
     Args:
-        checkpoint: generation config of the target's checkpoint.
-        given: generation config that the user passed, or None.
+        checkpoint: generation config of the target's checkpoint. None: it has none.
+        given: generation config that the user passed. None: the user passed none.
         keywords: keyword arguments of the call.
         num_rows: number of prompts.
         prompt_length: padded length of the prompts, in tokens. `max_length` includes it, as in transformers.
@@ -184,11 +188,13 @@ def checked_mode(mode: Any) -> str:
 
 
 def _with_mode(rows: tuple[RowOptions, ...], mode: Any, *, recorded: bool) -> tuple[RowOptions, ...]:
-    """Returns the options of rows with `processed_logprobs` set as the option logprobs_mode says.
+    """Returns the rows' options, with `processed_logprobs` set to True if logprobs_mode is "processed".
+
+    If no row samples or has an option that changes logits, all rows stay unchanged.
 
     Args:
         rows: options of the rows.
-        mode: the option logprobs_mode.
+        mode: the option logprobs_mode. None: "raw".
         recorded: True if log-probabilities of new tokens are recorded.
     """
     if checked_mode(mode) == RAW:
@@ -218,8 +224,8 @@ def top_logprobs(name: str, value: Any, vocab_size: int) -> int | None:
         vocab_size: number of token ids.
 
     Returns:
-        Number of most probable ids to record with each token. None for False: nothing is recorded. 0 for True: only
-        the log-probability of the token itself.
+        The number of most probable ids to record with each token. False or None gives None: nothing is recorded. True
+        gives 0: only the log-probability of the token itself is recorded.
     """
     value = scalar(value)
     if value is None or value is False:

@@ -1,4 +1,4 @@
-"""Reads prompts and converts them to lists of token ids, before anything is launched."""
+"""Reads prompts and converts them to lists of token ids, before any kernel is launched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RawPrompts:
     Attributes:
         rows: token ids of each row, including padding.
         masks: attention mask of each row: 1 for text, 0 for padding. None: the user passed no mask.
-        arrays: True if the user passed one array, so that all rows have the same length.
+        arrays: True if the user passed one array or tensor, not lists.
         device: device of the user's prompts.
     """
 
@@ -42,9 +42,9 @@ class RawPrompts:
     ) -> list[list[int]]:
         """Returns the rows without padding.
 
-        Without a mask, leading ids equal to `padding` in an array count as padding, as in transformers. They count as
-        text if `padding` is None or is also a stop id. Lists never contain padding. A warning is given for rows that
-        look padded.
+        A mask tells padding from text. Without a mask, an array's leading ids equal to `padding` are removed, as in
+        transformers. They are kept as text if `padding` is also a stop id. Without a mask, lists are kept whole. Rows
+        that are kept but look padded cause a warning.
 
         Args:
             vocab_size: upper limit of ids (exclusive).
@@ -68,7 +68,16 @@ class RawPrompts:
         return rows
 
     def _without(self, row: list[int], index: int, padding: int) -> list[int]:
-        """Removes the padding before a row."""
+        """Returns a row without the ids equal to `padding` at its beginning.
+
+        Args:
+            row: token ids of the row.
+            index: index of the prompt, for the error.
+            padding: the pad id.
+
+        Raises:
+            ValueError: the pad id also occurs after other ids.
+        """
         left = row[_leading(row, padding) :]
         if padding in left:
             raise ValueError(
@@ -83,13 +92,13 @@ def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
     """Reads prompts in any form that `generate` accepts.
 
     Args:
-        input_ids: LongTensor [B, T] (left-padded, with a mask) or [T], an array, or lists of ids. Or a mapping with
-            "input_ids", which tokenizers return, and perhaps "attention_mask".
-        attention_mask: mask in the shape of the ids. None: there is none, or it is in the mapping.
+        input_ids: LongTensor [B, T] (left-padded, with a mask) or [T], an array, or lists of ids. A mapping, such as a
+            tokenizer's result, has these as "input_ids", and optionally "attention_mask".
+        attention_mask: mask in the shape of the ids. None: there is no mask, or the mapping has it.
 
     Raises:
-        ValueError: there is no prompt, or its type, dtype or nesting is wrong. Or the mask has values other than 0 and
-            1, or another shape than the prompts.
+        ValueError: there is no prompt, or its type, dtype or nesting is wrong. For a mask: it has values other than 0
+            and 1, or its shape differs from the shape of the prompts.
     """
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = _of_tokenizer(input_ids, attention_mask)
@@ -102,7 +111,7 @@ def read(input_ids: Any, attention_mask: Any = None) -> RawPrompts:
 
 
 def _of_tokenizer(encoding: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]:
-    """Returns ids and mask from the result of a tokenizer."""
+    """Returns (input_ids, attention_mask) of a tokenizer's result. Without a mask in the result, uses the argument."""
     if "input_ids" not in encoding:
         raise ValueError(f"input_ids is a mapping without 'input_ids'; it holds {sorted(map(str, encoding))}")
     mask = encoding.get("attention_mask")
@@ -174,7 +183,7 @@ def _leading(row: list[int], token: int) -> int:
 
 
 def _warn_of_padding(rows: list[list[int]], padding: int | None, stop_ids: tuple[int, ...], stacklevel: int) -> None:
-    """Warns if rows look padded, and neither a mask nor the pad id tells padding from text.
+    """Warns if rows without an attention mask look padded, but are read as text.
 
     Args:
         rows: token ids of each row.

@@ -28,14 +28,14 @@ class RowOptions:
         repetition_penalty, presence_penalty, frequency_penalty: see `fastspec.sampling.processors.ProcessorRows`.
         bias: (id, bias) pairs, each id once. -inf bans the id.
         allowed: ids that the row may emit. None: every id.
-        min_new_tokens: a stop id is not allowed before this many new tokens.
+        min_new_tokens: number of new tokens before which no stop id is allowed.
         draft_limit: upper limit of draft tokens per step. 0: no speculation. None: the generator's limit.
         grammar: grammar that the text must follow. None: any text.
         given: token ids that the row must emit, to record their log-probabilities. None: the target chooses them.
         processed_logprobs: True if recorded log-probabilities are those of the distribution from which the row samples.
         prediction: token ids that the row is likely to repeat. Empty: there are none.
-        session: name that the row's request shares with others. Their earlier answers may be used as its drafts. None:
-            there is none.
+        session: name of a group of requests. Draft tokens of the row may come from earlier answers of its group. None:
+            no group.
     """
 
     temperature: float
@@ -58,7 +58,7 @@ class RowOptions:
 
     @property
     def guided(self) -> bool:
-        """True if the host sends draft tokens and masks for each step of the row."""
+        """True if the host sends draft tokens and token masks for each decode step of the row."""
         return self.grammar is not None or self.given is not None
 
     @property
@@ -104,8 +104,8 @@ def rows_of(
         copies: number of rows per prompt. They differ only in their seeds.
         vocab_size: upper limit of ids (exclusive).
         stop_ids: token ids that end a row. As in transformers, bad_words_ids does not ban them.
-        do_sample: False is greedy, for any temperature.
-        max_new_tokens: upper limit of min_new_tokens.
+        do_sample: True if rows sample. False: rows are greedy, whatever the temperature.
+        max_new_tokens: upper limit of new tokens of a row, and so of min_new_tokens.
 
     Raises:
         ValueError: a value out of range, a list of a wrong length, or options that leave no id for the first token.
@@ -130,7 +130,7 @@ COLUMNS = (*NUMBERS, "min_new_tokens", "num_speculative_tokens")
 
 
 def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> dict[str, Any]:
-    """Checks those options of one row that are numbers. Returns {field of `RowOptions`: value}."""
+    """Checks the numeric options of one row, given by keyword. Returns {field of `RowOptions`: value}."""
     least = values.whole("min_new_tokens", row["min_new_tokens"] or 0, low=0)
     if least > max_new_tokens:
         raise ValueError(
@@ -142,7 +142,7 @@ def _numbers(row: Mapping[str, Any], do_sample: bool, max_new_tokens: int) -> di
 
 
 def _draft_limit(value: Any) -> int | None:
-    """Reads num_speculative_tokens of a row. None for "auto" and for the generator's default."""
+    """Reads num_speculative_tokens of a row. Returns None if it is "auto" or not given."""
     if value is None or (isinstance(value, str) and value == AUTO):
         return None
     if isinstance(value, str):
@@ -152,7 +152,7 @@ def _draft_limit(value: Any) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class _Ids:
-    """Biases, banned token ids and allowed token ids of each prompt."""
+    """Biases by token id, banned token ids and allowed token ids of each prompt. Allowed ids None: all are allowed."""
 
     bias: list[dict[int, float]]
     banned: list[set[int]]
@@ -160,7 +160,7 @@ class _Ids:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], num_rows: int, vocab_size: int, stop_ids: tuple[int, ...]) -> _Ids:
-        """Reads the ids of each prompt from the options of a call."""
+        """Reads biases, banned ids and allowed ids of each prompt from `given`, a call's options by keyword."""
         common = values.sequence_biases("sequence_bias", given["sequence_bias"], vocab_size)
         words = values.single_words("bad_words_ids", given["bad_words_ids"], num_rows, vocab_size)
         suppressed = values.id_columns("suppress_tokens", given["suppress_tokens"], num_rows, vocab_size)
@@ -180,7 +180,7 @@ def _sum(first: Mapping[int, float], second: Mapping[int, float]) -> dict[int, f
 
 
 def _check_choice(index: int, options: Mapping[str, Any], vocab_size: int, stop_ids: tuple[int, ...]) -> None:
-    """Raises ValueError if no token is allowed in a row."""
+    """Raises ValueError if the options of the prompt with this index allow no token as the first new one."""
     banned = {key for key, value in options["bias"] if value == -math.inf}
     waiting = set(stop_ids) if options["min_new_tokens"] else set()
     allowed = options["allowed"]
@@ -207,8 +207,8 @@ def _seeds(seed: Any, num_rows: int, copies: int, drawn: bool) -> list[int]:
     """Returns the seed of each row.
 
     Args:
-        seed: the option `seed`. A list has a seed per row. From a single number, row seeds are derived. None: a random
-            number is used instead.
+        seed: the option `seed`. A list has one seed per row. From a single number the seed of each row is derived.
+            None: a random number takes the place of the single number.
         num_rows: number of prompts.
         copies: number of rows per prompt.
         drawn: True if rows sample.
@@ -231,7 +231,7 @@ def derive_seed(seed: int, prompt_index: int, return_index: int) -> int:
     Args:
         seed: seed of the call.
         prompt_index: index of the row's prompt.
-        return_index: index of the row among those of its prompt.
+        return_index: index of the row among the rows of its prompt.
     """
     state = seed % 2**64
     for word in (prompt_index, return_index):

@@ -52,8 +52,8 @@ class ScoredRow:
     Attributes:
         tokens: token ids, without padding.
         length: number of tokens of the prompt.
-        fed: number of tokens, from the first on, that prefill passes feed. The last token is never among them, because
-            a decode step scores it.
+        fed: number of first tokens that prefill passes process. Decode steps score the rest. The rest has at least the
+            last token, except in a row of one token.
     """
 
     tokens: list[int]
@@ -66,11 +66,13 @@ class ScoredRow:
         return tuple(self.tokens[self.fed :])
 
     def parts(self, of_prompt: list[T], of_steps: list[T]) -> tuple[list[T], list[T]]:
-        """Splits results into those of the prompt, from the second token on, and those of the answer.
+        """Splits results of single tokens into (results of the prompt's tokens, results of the answer's tokens).
+
+        The prompt's first token has no result.
 
         Args:
-            of_prompt: a result for each of the first `fed` tokens, from the second on.
-            of_steps: a result for each token of `given`.
+            of_prompt: results of the first `fed` tokens, without the first token.
+            of_steps: results of the tokens of `given`.
         """
         last = self.length - self.fed
         return of_prompt + of_steps[:last], of_steps[last:]
@@ -83,8 +85,8 @@ class ScoreInputs:
     Attributes:
         rows: the rows of the call.
         raw: rows with the user's padding.
-        options: options of the call. Its `rows` has an entry for each row with tokens to score, which is neutral for a
-            row without an answer.
+        options: options of the call. `options.rows` has one entry for each row of `scored`. For a row without an answer
+            the entry changes no logits.
     """
 
     rows: list[ScoredRow]
@@ -93,7 +95,7 @@ class ScoreInputs:
 
     @property
     def scored(self) -> list[ScoredRow]:
-        """The rows with tokens to score. A row of one token has none."""
+        """The rows with tokens that decode steps score: all rows of more than one token."""
         return [row for row in self.rows if row.given]
 
 
@@ -102,10 +104,10 @@ class ScoreMode:
     """Distribution of the log-probabilities of answers.
 
     Attributes:
-        mode: argument logprobs_mode of `score`.
-        checkpoint: generation config of the target's checkpoint.
-        config: argument generation_config of `score`.
-        keywords: sampling options of `score`.
+        mode: argument logprobs_mode of `score`. None: "raw".
+        checkpoint: generation config of the target's checkpoint. None: it has none.
+        config: argument generation_config of `score`. None: not given.
+        keywords: sampling options of `score` by keyword. None: not given.
     """
 
     mode: Any = None
@@ -114,7 +116,9 @@ class ScoreMode:
     keywords: Mapping[str, Any] | None = None
 
     def options(self, rows: int, width: int, vocab_size: int, context: int) -> Options | None:
-        """Reads the options under which answers are scored. None: by the target's unprocessed logits.
+        """Reads the options that change the log-probabilities of answers.
+
+        Returns None if answers are scored by the target's unprocessed logits.
 
         Args:
             rows: number of rows.
@@ -124,7 +128,7 @@ class ScoreMode:
 
         Raises:
             ValueError: options were given without logprobs_mode="processed", or a value is invalid.
-            UnsupportedOption: `score` does not have an option.
+            UnsupportedOption: a keyword is not an option of `score`.
         """
         given = {name: value for name, value in (self.keywords or {}).items() if value is not None}
         if others := sorted(given.keys() - ScoreOptions.__annotations__.keys()):
@@ -169,8 +173,8 @@ def read_scored(
         mode: distribution of the log-probabilities of answers.
 
     Raises:
-        ValueError: a row or value is invalid. The message names its place.
-        UnsupportedOption: `score` does not have an option.
+        ValueError: a row or value is invalid. The message says where it is.
+        UnsupportedOption: a sampling option in `mode` is not an option of `score`.
     """
     raw = read(input_ids, attention_mask)
     texts = raw.prompts(vocab_size, stacklevel=_CALLER)
@@ -203,13 +207,13 @@ def read_scored(
 
 
 def _scored(index: int, row: ScoredRow, options: RowOptions, stop_ids: tuple[int, ...]) -> RowOptions:
-    """Returns the options of a row, with the tokens that its steps score.
+    """Returns the options of a row, with `given` set to the tokens that decode steps score.
 
     Args:
         index: index of the row, for errors.
         row: the row.
-        options: options under which its answer is scored.
-        stop_ids: ids that end an answer. () if there is no min_new_tokens.
+        options: options that change the log-probabilities of the row's answer.
+        stop_ids: ids that end an answer. () if no row has min_new_tokens.
 
     Raises:
         ValueError: the options ban a token, or a stop id is not the last token.
@@ -239,9 +243,12 @@ def _row(index: int, tokens: list[int], length: Any, max_length: int, *, prompts
     Args:
         index: index of the row, for errors.
         tokens: token ids of the row.
-        length: number of tokens of the prompt. None: all.
+        length: number of tokens of the prompt. None: the whole row is the prompt.
         max_length: largest number of tokens of a row.
         prompts: True if prompts are scored, too.
+
+    Raises:
+        ValueError: the row is too long or has nothing to score, or its length is out of range.
     """
     if len(tokens) > max_length:
         raise ValueError(

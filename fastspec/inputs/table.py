@@ -80,7 +80,7 @@ class Number:
     """Properties of an option that is one number per row.
 
     Attributes:
-        fills: buffer of `DecodeState` that admission sets to the value.
+        fills: name of the tensor in `DecodeState` that gets the value when a row joins the batch.
         neutral: value that changes nothing, also used for None. If it is an int, the option takes whole numbers only.
         low, high: smallest and largest value.
         changes_greedy: True if the option changes logits, and so the tokens of a greedy row. False if it changes only
@@ -112,7 +112,7 @@ class Flag:
         help: help text, one line.
         kind: type of the value on the command line.
         form: notation of the value.
-        default: value if the flag is not given. None: the checkpoint's.
+        default: value if the flag is not given. None: the checkpoint's default applies.
         name: name of the flag with its dashes. Empty: the keyword with dashes.
         metavar: name of the value in the help text. Empty: typer's default.
     """
@@ -140,9 +140,9 @@ class Option:
         in_transformers: True for a field of transformers' GenerationConfig, False for an option of fastspec alone.
         number: properties of an option that is one number per row. None for others.
         sets: fields of `Options` and `RowOptions` that the keyword sets.
-        flag: flag of the command line. A str is the reason why there is none, or the flag to use instead.
-        field: field of a request to the server. If it begins with "-", it is the reason why there is none, or the field
-            to use instead.
+        flag: flag of the command line. A str: there is no flag; the text says why, or names the flag to use instead.
+        field: field of a request to the server. A text with "-" in front: there is no field; the text says why, or
+            names the field to use instead.
     """
 
     keyword: str
@@ -645,7 +645,7 @@ ARGUMENTS: Final[Mapping[str, str]] = {
 
 
 def keywords_of(field: str) -> str:
-    """Returns a text with the keywords that set a field of `Options` or `RowOptions`, for messages.
+    """Lists the keywords that set a field of `Options` or `RowOptions`, as a text for messages.
 
     If no keyword sets it, the text is the name of the field.
     """

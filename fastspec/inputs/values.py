@@ -64,11 +64,11 @@ def per_row(name: str, values: list[Any], num_rows: int, of: str = "prompts") ->
     Args:
         name: name of the option, for the error.
         values: the values.
-        num_rows: number of values that is wanted.
-        of: noun for the error: values are for `num_rows` of these.
+        num_rows: required number of values.
+        of: noun for the error, such as "prompts": the things that have one value each.
 
     Raises:
-        ValueError: another number of values.
+        ValueError: the number of values is not `num_rows`.
     """
     if len(values) != num_rows:
         raise ValueError(f"{name} has {len(values)} values for {num_rows} {of}; give one value, or one per prompt")
@@ -79,7 +79,7 @@ def whole(name: str, value: Any, *, low: int, high: int | None = None) -> int:
     """Checks that a value is a whole number in low..high, and returns it as an int. `high` None: no upper limit.
 
     Raises:
-        ValueError: any other value. The message has `name`.
+        ValueError: the check fails. The message begins with `name`.
     """
     value = scalar(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
@@ -92,7 +92,7 @@ def flag(name: str, value: Any) -> bool:
     """Checks that a value is a bool or None, and returns it as a bool. None gives False.
 
     Raises:
-        ValueError: any other value. The message has `name`.
+        ValueError: the check fails. The message begins with `name`.
     """
     value = scalar(value)
     if value is not None and not isinstance(value, bool):
@@ -104,7 +104,7 @@ def real(name: str, value: Any, default: float, *, low: float, high: float = mat
     """Checks that a value is a finite number in low..high, and returns it as a float. None gives the default.
 
     Raises:
-        ValueError: any other value. The message has `name`.
+        ValueError: the check fails. The message begins with `name`.
     """
     value = scalar(value)
     if value is None:
@@ -125,7 +125,7 @@ def token_ids(name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
 
 
 def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...] | None]:
-    """Returns the set of token ids of each prompt, see `token_ids`. None: not given for this prompt.
+    """Returns the token ids of each prompt, ascending and each once. An entry is None if its prompt has no list.
 
     `value` is one list for all prompts, or a list with one list (or None) per prompt.
     """
@@ -138,7 +138,7 @@ def id_columns(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tu
 
 
 def id_sequences(name: str, value: Any, num_rows: int, vocab_size: int) -> list[tuple[int, ...]]:
-    """Returns the sequence of token ids of each prompt, in the given order. () if none is given.
+    """Returns the sequence of token ids of each prompt, in the given order. An entry is () if its prompt has no list.
 
     `value` is one list for all prompts, or a list with one list (or None) per prompt.
     """
@@ -173,7 +173,7 @@ def single_words(name: str, value: Any, num_rows: int, vocab_size: int) -> list[
     """Reads transformers' `bad_words_ids`: [[id], [id], ...], or a list with one such list (or None) per prompt.
 
     Returns:
-        The ids of each prompt.
+        The ids of each prompt, ascending and each once.
 
     Raises:
         UnsupportedOption: an inner list has several ids.
@@ -221,7 +221,7 @@ def _bias(name: str, value: Any, vocab_size: int) -> dict[int, float]:
 
 
 def _shift(name: str, value: Any) -> float:
-    """Reads a bias: a number, or -inf."""
+    """Checks the bias of one token id, a number or -inf, and returns it as a float. `name` is the option's."""
     if value is None:
         raise ValueError(f"{name} must map ids to numbers (or -inf), got None for one; leave that id out")
     return -math.inf if scalar(value) == -math.inf else real(name, value, 0.0, low=-1e30, high=1e30)

@@ -1,4 +1,4 @@
-"""Distribution from which the sampler draws tokens, and its random numbers.
+"""Sampling distribution and random numbers of the sampler.
 
 Random numbers come from Philox4x32-10 (Salmon et al., SC 2011), a counter-based generator. Each number is a function of
 (row seed, absolute position, purpose, token). It does not depend on the batch, the step or the row's slot. So a row's
@@ -44,7 +44,7 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
 
 
 def _unit(high: Tensor, low: Tensor) -> Tensor:
-    """Converts two random unsigned 32-bit numbers to one fp32 number in (0, 1), precise for small values, too."""
+    """Converts two random unsigned 32-bit numbers to one fp32 number in (0, 1). Small values keep their precision."""
     value = high.float() * 2.0**-32 + (low.float() + 0.5) * 2.0**-64
     return value.clamp(max=_BELOW_ONE)
 
@@ -52,7 +52,7 @@ def _unit(high: Tensor, low: Tensor) -> Tensor:
 def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int) -> Tensor:
     """Returns random numbers with the distribution Exponential(1), fp32 [B, num_tokens].
 
-    Each is a function of seeds[b], positions[b], the purpose and the token.
+    Each number is a function of seeds[b], positions[b], the purpose and the token.
 
     Args:
         seeds, positions: int64 [B].
@@ -71,7 +71,7 @@ def exponentials(seeds: Tensor, positions: Tensor, purpose: int, num_tokens: int
 def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
     """Returns uniform random numbers in (0, 1), fp32 [B, k].
 
-    Each is a function of seeds[b], positions[b, j] and the purpose.
+    Each number is a function of seeds[b], positions[b, j] and the purpose.
 
     Args:
         seeds: int64 [B].
@@ -106,9 +106,14 @@ class PhiloxDraws:
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Draws ids [B] from probs [B, V], which need not sum to 1.
 
-        It takes the id with the smallest value of (exponential random number / probability), as in the Gumbel-max
+        The result is the id with the smallest value of (exponential random number / probability), as in the Gumbel-max
         method. So P(token) = probs / sum(probs) exactly, without a cumulative sum. Of equal values the lowest id is
-        taken. With probs [B, R, V] and positions [B, R] it returns ids [B, R].
+        taken. With probs [B, R, V] and positions [B, R] the result is ids [B, R].
+
+        Args:
+            probs: probabilities of the ids.
+            positions: absolute positions of the drawn tokens, int64 [B].
+            purpose: DRAFT, ACCEPT or TARGET.
         """
         seeds = self.seeds.view(-1, *[1] * (positions.dim() - 1)).expand_as(positions).flatten()
         times = exponentials(seeds, positions.flatten(), purpose, probs.shape[-1])
@@ -137,7 +142,7 @@ def compute_probs(logits: Tensor, options: SamplerRows) -> Tensor:
 
     Temperature comes first. Top-k also keeps ids whose logit equals the k-th largest. Top-p keeps the smallest set of
     most probable ids whose probabilities sum to at least top_p. Min-p keeps ids with at least min_p times the largest
-    probability. A greedy row has probability 1 on the id with the largest logit, the lowest of equal ones.
+    probability. A greedy row has probability 1 on the id with the largest logit. Of equal logits the lowest id counts.
     """
     probs = sampled_logits(logits, options).softmax(-1)
     one_hot = torch.zeros_like(probs).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
@@ -165,7 +170,10 @@ def _filter(scaled: Tensor, options: SamplerRows) -> Tensor:
 
 
 def _kept_by_rank(descending: Tensor, options: SamplerRows) -> Tensor:
-    """Returns bool [B, R, V], True for the logits, sorted in descending order, that top-k and then top-p keep."""
+    """Returns bool [B, R, V], True where top-k and then top-p keep a logit of `descending`.
+
+    `descending` [B, R, V] has the logits in descending order.
+    """
     vocab = descending.shape[-1]
     top_k = torch.where(options.top_k > 0, options.top_k, vocab).clamp(1, vocab)[:, None, None]
     kth = descending.gather(-1, (top_k - 1).expand(*descending.shape[:-1], 1))

@@ -17,7 +17,8 @@ class SyntheticAcceptance:
     Args:
         rate: probability that a draft token is accepted if all draft tokens before it are accepted. It does not depend
             on the token.
-        pattern: instead of a rate: numbers of draft tokens to accept in consecutive steps, repeated (1 to 64 numbers).
+        pattern: 1 to 64 numbers, used instead of a rate. Each is the number of draft tokens to accept in one decode
+            step. After the last number the pattern starts again.
 
     Raises:
         ValueError: both or neither are given, or a value is out of range.
@@ -49,10 +50,10 @@ Verification: TypeAlias = "str | SyntheticAcceptance"
 
 
 def checked(verification: object) -> Verification:
-    """Returns the argument `verification` of a generator, if it is one of MODES or a SyntheticAcceptance.
+    """Checks the argument `verification` of a generator, and returns it.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither one of MODES nor a SyntheticAcceptance.
     """
     if isinstance(verification, SyntheticAcceptance) or (isinstance(verification, str) and verification in MODES):
         return verification
@@ -68,7 +69,7 @@ def needs_draft_probs(verification: Verification) -> bool:
 
 
 def synthetic_name(verification: Verification) -> str | None:
-    """Returns a description of synthetic acceptance. None: the rule keeps the model's distribution."""
+    """Returns a description of a synthetic rule. Returns None for a rule that keeps the model's distribution."""
     return str(verification) if isinstance(verification, SyntheticAcceptance) else None
 
 

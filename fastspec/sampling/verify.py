@@ -1,4 +1,4 @@
-"""Verification of drafts in torch: the definition of the rules, which also runs in steps without a kernel for it.
+"""Verification of draft tokens in torch. These functions define the rules. They also run where no kernel does.
 
 p is the target's distribution, q the draft's. Drafts x_1..x_k were drawn from q. With each of three rules the emitted
 tokens follow p exactly:
@@ -28,7 +28,7 @@ RUNNING, STOPPED, AT_LIMIT = 0, 1, 2  # values of `finish` after a commit; fasts
 
 
 class Draws(Protocol):
-    """Source of random numbers: `PhiloxDraws`; in tests an enumeration of all outcomes."""
+    """Source of random numbers: `PhiloxDraws`, or in tests an enumeration of all outcomes."""
 
     def accept(self, probability: Tensor, positions: Tensor) -> Tensor:
         """Returns bool [B, k]: element (b, j) is True with probability[b, j].
@@ -39,15 +39,16 @@ class Draws(Protocol):
     def sample(self, probs: Tensor, positions: Tensor, purpose: int) -> Tensor:
         """Draws ids int64 [B] from probs [B, V], which need not sum to 1.
 
-        The random numbers are a function of positions int64 [B] and of the purpose. With probs [B, R, V] and positions
-        [B, R] it returns ids [B, R].
+        The random numbers are a function of positions int64 [B] and of the purpose (DRAFT, ACCEPT or TARGET). With
+        probs [B, R, V] and positions [B, R] the result is ids [B, R].
         """
 
 
 def accept_probability(p: Tensor, q: Tensor) -> Tensor:
-    """Returns the probability min(1, p/q) of accepting a draft, elementwise.
+    """Returns the probability min(1, p/q) of accepting a draft token, elementwise.
 
-    It is 0 if p is 0. If only q is 0, it is 1: such a token cannot have been drawn.
+    p is the token's probability in the target's distribution, q in the draft's. The result is 0 if p is 0. If only q is
+    0, the result is 1, but such a token cannot have been drawn.
     """
     ratio = torch.where(q > 0, p / q.clamp_min(torch.finfo(q.dtype).tiny), 1.0)
     return torch.where(p > 0, ratio.clamp(max=1.0), 0.0)
@@ -56,14 +57,14 @@ def accept_probability(p: Tensor, q: Tensor) -> Tensor:
 def residual(p: Tensor, q: Tensor) -> Tensor:
     """Returns the residual distribution max(p - q, 0) along the last axis, not normalised.
 
-    If it is all zero (p = q up to rounding), returns p.
+    Where the residual is all zero (p = q up to rounding), returns p instead.
     """
     excess = (p - q).clamp_min(0.0)
     return torch.where(excess.sum(-1, keepdim=True) > 0, excess, p)
 
 
 def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Accepts drafts that equal the target's argmax. Of equal logits the lowest id counts.
+    """Accepts draft tokens before the first that differs from the target's argmax. Ties go to the lowest id.
 
     Args:
         logits: [B, k+1, V], logits of the target at each place.
@@ -78,7 +79,7 @@ def greedy(logits: Tensor, drafts: Tensor, counts: Tensor) -> tuple[Tensor, Tens
 
 
 def agreeing(picks: Tensor, drafts: Tensor, counts: Tensor) -> Tensor:
-    """Returns the number of draft tokens, from the first on, that equal the target's tokens without a gap.
+    """Returns the number of valid draft tokens before the first that differs from the target's token.
 
     Args:
         picks: int64 [B, k+1], the target's token at each place.
@@ -102,7 +103,8 @@ def rejection(
         counts: int64 [B], number of valid drafts in a row; the token after them comes from the target's distribution.
         positions: int64 [B, k+1], absolute positions of the places.
         draws: source of random numbers.
-        purpose: purpose of the random numbers for the last token, other than that of the numbers that drew the drafts.
+        purpose: purpose of the random numbers that draw the last token. It must differ from the purpose with which the
+            drafts were drawn.
 
     Returns:
         (accepted int64 [B], block int64 [B, k+1]), see `greedy`.
@@ -118,7 +120,7 @@ def rejection(
 def block(
     p: Tensor, q: Tensor | None, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Verifies k drafts per row together, so that tokens follow the target's distribution.
+    """Verifies k draft tokens per row together, so that emitted tokens follow the target's distribution.
 
     For arguments and results see `rejection`.
 
@@ -143,10 +145,10 @@ def block(
 
 
 def block_probability(excess: Tensor, carried: Tensor, last: Tensor) -> Tensor:
-    """Computes the thresholds of the uniform numbers in `block`, [B, k].
+    """Computes the probabilities [B, k] below which the rule `block` accepts a uniform random number.
 
     Args:
-        excess: [B, k], s_i for draft i = 1..k.
+        excess: [B, k], s_i for draft i = 1..k. The docstring of `block` defines s_i and c_i.
         carried: [B, k], c_i.
         last: bool [B, k], True at the last valid draft.
     """
@@ -211,7 +213,9 @@ def closed(drafts: Tensor, accepted: Tensor, last: Tensor) -> Tensor:
 def coupled(
     p: Tensor, drafts: Tensor, counts: Tensor, positions: Tensor, draws: Draws, purpose: int
 ) -> tuple[Tensor, Tensor]:
-    """Accepts drafts that equal the target's own sample, and always emits that sample (arXiv 2408.07978).
+    """Accepts draft tokens before the first that differs from the target's own samples. Emits these samples.
+
+    This is the rule of arXiv 2408.07978.
 
     Draft j must have been drawn with the random numbers of positions[:, j] and `purpose`. The emitted token depends
     only on the text before it and on these numbers, never on drafts.
@@ -290,7 +294,7 @@ class CommitRows(Protocol):
 
     @property
     def draft_lengths(self) -> Tensor:
-        """Number of first positions in the draft's KV cache, int64 [B]."""
+        """Number of a row's first positions whose K/V are in the draft model's cache, int64 [B]."""
 
     @property
     def finish(self) -> Tensor:
@@ -318,7 +322,7 @@ class CommitRows(Protocol):
 
     @property
     def accepted(self) -> Tensor:
-        """Number of accepted drafts, int64 [B]. Negative: see `DecodeState`."""
+        """Number of accepted draft tokens, int64 [B]. `DecodeState` explains negative values."""
 
     @property
     def logprobs(self) -> Tensor:
@@ -334,7 +338,9 @@ class CommitRows(Protocol):
 
 
 def commit(rows: CommitRows, accepted: Tensor, block: Tensor) -> None:
-    """Appends block[:, :accepted+1] to the tokens of each running row. It ends after its first stop id, or its limit.
+    """Appends block[:, :accepted+1] to the tokens of each running row.
+
+    A row ends after its first stop id, or when its length reaches its limit.
 
     Args:
         rows: changed in place. Rows that do not run keep their tokens and lengths.
