@@ -48,7 +48,7 @@ class _Rollouts:
         self._step = -1  # optimizer step of the weights that the generator has
 
     def __call__(self, prompts: list[Any], trainer: Any) -> Rollouts:
-        """Continues every prompt once, with the sampling options of the trainer.
+        """Generates one completion of each prompt, with the sampling options of the trainer.
 
         Args:
             prompts: texts or conversations. TRL repeats each prompt as often as it wants completions.
@@ -88,7 +88,7 @@ class _Rollouts:
         }
 
     def _current(self, trainer: Any, rows: int, tokens: int) -> FastSpecGenerator:
-        """Returns a generator with the trainer's present weights. Makes a new one if prompts are too long for it.
+        """Returns a generator with the trainer's current weights. Makes a new one if `tokens` exceeds its length.
 
         Args:
             trainer: the trainer.
@@ -116,7 +116,7 @@ class _Rollouts:
 
 
 def _plain(model: Any) -> Any:
-    """Returns a new model of the same class that shares the tensors, without hooks and wrappers of the trainer."""
+    """Makes a new module of the model's class with the same weight tensors, without hooks of the trainer."""
     with torch.device("meta"):
         made = type(model)(copy.deepcopy(model.config))
     made.load_state_dict(model.state_dict(), assign=True)

@@ -31,8 +31,8 @@ class PagedKVCache:
         scales: scales of K and V of each layer with attention, for an fp8 cache. Empty: all scales are 1, or the cache
             is not fp8.
         others: caches of the layers whose heads have other shapes than those in `keys` and `values`.
-        places: for each layer (cache, index): 0 for this cache or n for others[n - 1], and the layer's index in that
-            cache. Empty: all layers are in this cache.
+        places: (cache, index) for each layer with attention. cache: 0 for this object, n for others[n - 1]. index:
+            index of the layer in that cache. Empty: all layers are in this object.
     """
 
     keys: Tensor
@@ -91,7 +91,7 @@ class PagedKVCache:
         return replace(first, states=states, scales=scales, others=tuple(others), places=places if others else ())
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
-        """Returns keys and values of a layer, each [num_pages, page_size, num_kv_heads, head_dim]."""
+        """Returns (keys, values) of a layer's pages, each [num_pages, page_size, num_kv_heads, head_dim]."""
         number, at = self.places[index] if self.places else (0, index)
         cache = self.others[number - 1] if number else self
         return cache.keys[at], cache.values[at]

@@ -77,12 +77,13 @@ class PageTable:
 
         Args:
             num_positions: number of positions of the row.
-            shared: number of the row's first pages that are shared with others, and so need not be free.
+            shared: number of the row's first pages that other rows or the prefix cache already hold. These pages need
+                not be free.
         """
         return self.pages_for(num_positions) - shared <= len(self._free)
 
     def can_fit(self, num_positions: int, shared: tuple[int, ...] = ()) -> bool:
-        """True if `reserve` would succeed after all idle pages except `shared` are freed.
+        """True if `reserve` would succeed after the prefix cache gives up all pages that no row uses, except `shared`.
 
         Args:
             num_positions: number of positions of the row.
@@ -172,7 +173,7 @@ class PageTable:
                     self._free.append(page)
 
     def move(self, source: int, place: int) -> None:
-        """Moves the pages of row `source` to row `place`.
+        """Makes row `place` the owner of all pages of row `source`. No page is copied.
 
         Raises:
             KeyError: `source` owns no pages, or `place` owns some.
@@ -182,12 +183,12 @@ class PageTable:
         self._owned[place] = self._owned.pop(source)
 
     def release_all(self) -> None:
-        """Ends the use of pages by all rows. The prefix cache keeps its pages."""
+        """Releases the pages of all rows, see `release`. The prefix cache keeps its pages."""
         for row in list(self._owned):
             self.release(row)
 
     def check_integrity(self) -> None:
-        """Counts all pages again, and compares the numbers with the stored ones.
+        """Counts all pages again, and compares the results with the stored counts.
 
         Raises:
             RuntimeError: a page is both free and owned, miscounted, lost or out of range, or a row owns the trash page.

@@ -39,7 +39,7 @@ class Node:
 
     @property
     def key(self) -> tuple[Hashable, tuple[int, ...]]:
-        """Key of this node in the cache."""
+        """Key of this node in the prefix cache: (parent, tokens)."""
         return self.parent, self.tokens
 
 
@@ -48,9 +48,9 @@ class PrefixCache:
 
     Args:
         table: owner of the pages.
-        unit: number of tokens of a node, a multiple of the page size.
-        ahead: n if the K/V of a position also depend on the n tokens after it. It is 1 for a head that feeds token i +
-            1 at position i, and 0 for a model.
+        unit: number of tokens of each node, a multiple of the page size.
+        ahead: number of later tokens on which the K/V of a position also depend. 0 for a model. 1 for a draft head
+            whose input at position i is token i + 1.
         salt: everything on which K/V depend besides the tokens, such as the names of the models.
         on_drop: function that is called with each node that is dropped. None: nothing is called.
 
@@ -77,7 +77,7 @@ class PrefixCache:
         self._nodes: OrderedDict[tuple[Hashable, tuple[int, ...]], Node] = OrderedDict()  # least recently used first
 
     def __len__(self) -> int:
-        """Number of nodes."""
+        """Number of nodes in the prefix cache."""
         return len(self._nodes)
 
     def match(self, tokens: Sequence[int], limit: int) -> list[Node]:
@@ -85,7 +85,7 @@ class PrefixCache:
 
         Args:
             tokens: token ids of a prompt.
-            limit: largest number of positions that the path may have.
+            limit: largest number of positions that the nodes of the path may have together.
         """
         found: list[Node] = []
         parent = self._root
@@ -140,7 +140,7 @@ class PrefixCache:
 
     @property
     def _root(self) -> Hashable:
-        """Parent of the first nodes: the salt and the selected variant."""
+        """Parent that first nodes have: (salt, selected variant)."""
         return self._salt, self._variant
 
     def make_room(self, count: int, spared: Collection[Node] = ()) -> bool:
@@ -171,7 +171,7 @@ class PrefixCache:
         self._nodes.clear()
 
     def check_integrity(self) -> None:
-        """Counts kept pages and children of nodes again, and compares the numbers with the stored ones.
+        """Counts kept pages and children of nodes again, and compares the results with the stored counts.
 
         Raises:
             RuntimeError: pages are kept for no node or for two nodes, a parent is missing, or children are miscounted.

@@ -3,8 +3,8 @@
 A prefix of any length can use stored K/V, because each position has its own K/V. A recurrent state belongs to one
 position. So the states of a prompt are stored at two positions. One is after its last node that may be shared: a chat
 continues there. The other is after the last node that it shares with earlier prompts: later prompts will branch off
-there. A prompt is computed from the last position with a stored state. Pages after that position are still shared: the
-passes write the same bits there again.
+there. The prefill of a prompt starts at the last position with a stored state. Pages after that position are still
+shared: the prefill writes the same bits there again.
 
 A state is copied when it is stored, and when a request begins from it. So no request ever uses the stored copy itself.
 If there is no space, the least recently used state is dropped. A state is also dropped with the pages of its node.
@@ -26,8 +26,8 @@ class StoredState:
     """Stored recurrent states after one prefix.
 
     Attributes:
-        row: index of the states in the `StatePool` of each model.
-        models: models whose state is stored: False is the target, True the draft.
+        row: index of the entry with the states, in the `StatePool` of each model.
+        models: models whose state is stored. False stands for the target, True for the draft.
     """
 
     row: int
@@ -35,7 +35,7 @@ class StoredState:
 
 
 class PrefixStates:
-    """Stores recurrent states after prefixes of prompts. The key of a state is the prefix cache's node that ends there.
+    """Stores recurrent states after prefixes of prompts. A state's key is the prefix cache's last node of the prefix.
 
     Args:
         target, draft: recurrent states of the models. None: the model has no recurrent layers. One of them is not None.
@@ -55,14 +55,14 @@ class PrefixStates:
         return len(self._kept)
 
     def recurrent(self, *, draft: bool) -> bool:
-        """True if the model has recurrent states. `draft` is True for the draft, False for the target."""
+        """True if the draft (`draft` True) or the target (`draft` False) has recurrent states."""
         return draft in self._pools
 
     def resumable(self, nodes: Sequence[Hashable], *, draft: bool) -> int:
         """Returns the number of positions, from 0 on, that a model need not compute again.
 
-        For a model with recurrent states they end at the last stored state. For other models they are all positions of
-        `nodes`.
+        For a model with recurrent states these positions end at the last stored state. For another model they are all
+        positions of `nodes`.
 
         Args:
             nodes: path of nodes that a prompt shares.
@@ -94,13 +94,16 @@ class PrefixStates:
     def capture_after(self, length: int, *, draft: bool) -> None:
         """Makes the model's next prefill passes copy their recurrent state after `length` positions, for `save`.
 
-        With a length of 0 they copy no state.
+        With a length of 0 the passes copy no state. `draft` is True for the draft, False for the target.
         """
         if self.recurrent(draft=draft):
             self._pools[draft].at.fill_(length)
 
     def save(self, key: Hashable, *, draft: bool) -> None:
-        """Stores the state that the model's passes have copied, see `capture_after`, under `key`."""
+        """Stores under `key` the state that a prefill pass of the model has copied, see `capture_after`.
+
+        Drops the least recently used states if there is no space. `draft` is True for the draft, False for the target.
+        """
         if not self.recurrent(draft=draft):
             return
         if key not in self._kept:

@@ -1,11 +1,11 @@
 """Attention over a paged KV cache on the CPU, with rotary embedding and K/V append. Defined by `reference.attend`.
 
-Each row is computed alone, over the keys that it sees. Keys on consecutive pages are read in place. What all layers of
-a pass have in common is computed once for each pass: cache slots, rotary factors, ranges of keys, masks (`PassFacts`).
+Each row of the batch is computed alone, over the keys that it sees. Keys on consecutive pages are read in place. Cache
+slots, rotary factors, ranges of keys and masks are the same in all layers. They are computed once a pass (`PassFacts`).
 
 Batch invariance: scores and weighted sums of values are matrix products over blocks of `KEY_BLOCK` keys. Sums of blocks
 are added in ascending order. Torch's softmax adds weights in vectors of keys whose length divides `KEY_BLOCK`. A weight
-of zero changes no bit, so later keys and masked blocks change none. The number of queries in a matrix product is one of
+of zero changes no bit, so masked keys do not change the result. The number of queries in a matrix product is one of
 `CpuWork.tiles`. The number of keys in a weighted sum is one of `CpuWork.sizes`. All of them give the same bits.
 
 Prefill passes begin at multiples of the smallest size of a pass, and are cut into tiles of `_MOST` queries. So a tile
@@ -38,15 +38,16 @@ class Range:
 
     Attributes:
         row: index of the row in the batch.
-        first, count: index of the first query token, and number of query tokens.
-        tile: number of query tokens in the matrix product, which is padded with zeros.
+        first, count: index of the first query token within the row, and number of query tokens.
+        tile: number of query tokens in the matrix product, after padding with zeros. At least `count`.
         low, high: the keys are at positions low .. high - 1; `low` is a multiple of KEY_BLOCK.
         start: cache slot of position `low`, if the slots of the range are consecutive. None: they are in `slots`.
         slots: int64, cache slots of positions from `low` on, in whole blocks of KEY_BLOCK. None if `start` is given.
-        mask: 0, or -inf for keys that a query does not see. fp32 [1, group * tile, keys in whole blocks], with the same
-            rows for each query head of a group. With `flash`: [tile, high - low] in the dtype of the keys.
-        flash: True for a tile of a prefill pass, which torch's flash attention computes.
-        written: with `flash`, number of keys from `low` on that are stored. Later slots may hold anything.
+        mask: summand of the scores: 0, or -inf for keys that a query does not see. fp32 [1, group * tile, keys in
+            whole blocks], with the same rows for each query head of a group. With `flash`: [tile, high - low] in the
+            dtype of the keys.
+        flash: True if torch's flash attention computes these queries: a full tile of a prefill pass.
+        written: with `flash`, number of keys from `low` on that are stored. Later cache slots may hold anything.
     """
 
     row: int
@@ -67,10 +68,11 @@ class PassFacts:
     """Tensors of one forward pass that are the same in all layers.
 
     Attributes:
-        positions, block_table: input tensors of the pass, by which it is recognised.
-        slots: int64 [B * Q], cache slots for K and V of the new tokens; in the trash page if they are not to be stored.
-        ranges: queries and keys of the matrix products, by (window, True if scores have no softcap and no sinks).
-        rotations: cosines and signed sines, fp32 [B, Q, 1, D] each, by the id of the layer's table of cosines.
+        positions, block_table: input tensors of the pass. A call with the same two objects belongs to this pass.
+        slots: int64 [B * Q], cache slots for K and V of the new tokens. Slots of the trash page: K and V are not kept.
+        ranges: parts of the queries, each with its keys. The key is (attention window, True if scores have neither
+            softcap nor sinks).
+        rotations: (cosines, signed sines), fp32 [B, Q, 1, D] each. The key is Python's id of the layer's cosine table.
     """
 
     positions: Tensor
@@ -81,15 +83,17 @@ class PassFacts:
 
 
 class CpuWork:
-    """Tensors of a model's current forward pass, and the numbers of queries and keys that matrix products may have.
+    """Tensors of a model's current forward pass, and the numbers of queries and keys that a matrix product may have.
 
     Args:
         heads: (query heads, KV heads, head_dim).
 
     Attributes:
-        tiles: numbers of queries in a matrix product that all give the same bits, ascending.
-        sizes: numbers of keys in a weighted sum that all give the same bits, ascending. Missing keys are zeros.
-        not_sinks: int64, indices of the columns added for a sink, except its own column 0.
+        tiles: allowed numbers of queries in a matrix product, ascending. All of them give the same bits.
+        sizes: allowed numbers of keys in a weighted sum, ascending. All of them give the same bits. Sums of fewer keys
+            are padded with zeros.
+        not_sinks: int64 indices 1, 2, ... of the columns that are added to the scores with an attention sink. Column 0
+            has the sink. The columns of these indices have -inf.
     """
 
     def __init__(self, heads: tuple[int, int, int]) -> None:
@@ -100,9 +104,9 @@ class CpuWork:
         self._facts: PassFacts | None = None
 
     def facts(self, call: AttendCall) -> PassFacts:
-        """Returns the tensors of the call's pass. They are computed in its first layer.
+        """Returns the tensors of the forward pass to which `call` belongs. The pass's first layer computes them.
 
-        A pass is recognised by its tensor of positions, which is the same object in all layers.
+        `positions` and `block_table` are the same objects in all layers of a pass.
         """
         known = self._facts
         if known is None or known.positions is not call.positions or known.block_table is not call.block_table:
@@ -113,7 +117,7 @@ class CpuWork:
         return known
 
     def ranges(self, call: AttendCall) -> list[Range]:
-        """Returns the ranges of queries and keys for each matrix product of the call's layer."""
+        """Returns the parts into which the call's queries are split, each with the range of its keys."""
         facts, plain = self.facts(call), call.rule.softcap is None and call.sinks is None
         key = call.rule.window, plain
         if key not in facts.ranges:
@@ -121,7 +125,10 @@ class CpuWork:
         return facts.ranges[key]
 
     def rotation(self, call: AttendCall) -> tuple[Tensor, Tensor]:
-        """Returns cosines and signed sines for the new tokens, each fp32 [B, Q, 1, D]: (cos, cos) and (-sin, sin)."""
+        """Returns (cosines, signed sines) for the new tokens, each fp32 [B, Q, 1, D].
+
+        The two halves of the last axis are (cos, cos) and (-sin, sin). `call.cos` must not be None.
+        """
         assert call.cos is not None, "the caller saw to it"
         assert call.sin is not None, "there are both or none"
         facts = self.facts(call)
@@ -167,9 +174,12 @@ class CpuWork:
 
 
 def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
-    """Returns the numbers of queries, of _TILES, whose matrix products all give the same bits for a query.
+    """Returns the numbers of queries in `_TILES` with which matrix products give every query the same bits.
 
-    It tries them with random values, with one thread and with all. The arguments are those of `CpuWork`.
+    Each number is tried with random values, on one thread and on all threads.
+
+    Args:
+        num_heads, kv_heads, dim: query heads, KV heads and size of a head.
     """
     group = num_heads // kv_heads
     made = torch.Generator("cpu").manual_seed(0)
@@ -192,9 +202,10 @@ def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
 
 
 def _sizes(tiles: tuple[int, ...], num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
-    """Returns the numbers of keys whose weighted sum has the same bits as that of `KEY_BLOCK` keys.
+    """Returns the numbers of keys in `_SIZES` whose weighted sum of values has the bits of a padded sum.
 
-    The weights of the other keys are zero. Libraries divide long sums into parts, which depend on the length.
+    The padded sum has `KEY_BLOCK` keys; the weights of the added keys are zero. A library may split a long sum into
+    parts that depend on its length, which can change bits.
 
     Args:
         tiles: numbers of queries to try.
@@ -225,10 +236,10 @@ def _sizes(tiles: tuple[int, ...], num_heads: int, kv_heads: int, dim: int) -> t
 def attend(call: AttendCall, work: CpuWork) -> Tensor:
     """Computes a layer's attention from its fused q, k and v, as `reference.attend`, with another order of sums.
 
-    The cache does not have 8 bits.
+    An 8-bit KV cache is not supported.
 
     Args:
-        call: tensors and options. Its `keys` and `values` are written.
+        call: tensors and options. K and V of the new tokens are stored in its `keys` and `values`.
         work: result of `CpuOps.workspace` for the model.
 
     Returns:
@@ -258,9 +269,15 @@ def attend(call: AttendCall, work: CpuWork) -> Tensor:
 
 
 def _of_prompt(query: Tensor, call: AttendCall, part: Range) -> Tensor:
-    """Computes attention for one tile of a prefill pass: [_MOST, H * D] in the dtype of the model.
+    """Computes attention for one full tile of a prefill pass by torch's flash attention.
 
-    `query` [B, Q, H, D] has the normed and rotated queries of the pass.
+    Args:
+        query: [B, Q, H, D], all queries of the pass after QK norm and RoPE.
+        call: tensors and options of the layer.
+        part: the tile's queries and keys.
+
+    Returns:
+        [_MOST, H * D] in the dtype of the model.
     """
     kv_heads, dim = call.keys.shape[2:]
     q = query[part.row, part.first : part.first + _MOST].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
@@ -275,9 +292,16 @@ def _of_prompt(query: Tensor, call: AttendCall, part: Range) -> Tensor:
 
 
 def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Tensor:
-    """Computes attention for the queries of one range: fp32 [part.count, H * D].
+    """Computes attention for the queries of one range in fp32.
 
-    `query` fp32 [B, Q, H, D] has the normed and rotated queries of the pass, times the scale of scores.
+    Args:
+        query: fp32 [B, Q, H, D], all queries of the pass after QK norm and RoPE, times the scale of scores.
+        call: tensors and options of the layer.
+        part: the range's queries and keys.
+        work: sizes of matrix products.
+
+    Returns:
+        fp32 [part.count, H * D].
     """
     kv_heads, dim = call.keys.shape[2:]
     group = query.shape[2] // kv_heads
@@ -311,10 +335,17 @@ def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Te
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """Returns the scores [Hkv, R, keys] of queries [Hkv, R, D] and keys [Hkv, keys, D], plus the mask if there is one.
+    """Computes attention scores of queries and keys, plus `mask` if it is not None.
 
-    Keys come in whole blocks, and each matrix product covers one block: libraries divide larger products among threads,
-    also between queries.
+    Each matrix product covers one block of keys. Libraries split larger products among threads, also between queries.
+
+    Args:
+        q: queries [Hkv, R, D].
+        k: keys [Hkv, n, D], where n is a multiple of KEY_BLOCK.
+        mask: [1, R, n], or None.
+
+    Returns:
+        [Hkv, R, n].
     """
     turned = k.transpose(1, 2)
     blocks = (turned,) if k.shape[1] == KEY_BLOCK else turned.split(KEY_BLOCK, -1)
@@ -327,9 +358,13 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _of_range(cache: Tensor, part: Range) -> Tensor:
-    """Returns keys or values of a range in whole blocks of KEY_BLOCK, [n, Hkv, D], from one of the cache's tensors.
+    """Returns the keys or the values of a range, [n, Hkv, D] where n is a multiple of KEY_BLOCK.
 
-    Keys or values after the newest position of the range are undefined.
+    Elements after the last position of the range are undefined.
+
+    Args:
+        cache: the layer's pages of keys, or of values.
+        part: the range.
     """
     flat = cache.view(-1, *cache.shape[2:])
     if part.start is None:

@@ -6,9 +6,9 @@
 | "fp32" | fp32 | fp32, in blocks | oneDNN |
 | "bf16" | bf16 | bf16, in blocks; results are rounded to bf16 | oneDNN |
 
-A library chooses its kernel by the number of rows, and the order of sums may change with it. So each matrix is tried
-with each number of rows in `ROW_COUNTS` when it is filled. A number is used if all rows have the bits that they have in
-a product of `_BASE` rows. A larger product is split and padded, so that it consists of products with such numbers of
+A library chooses its kernel by the number of rows, and the order of sums may change with it. So the numbers
+of rows in `ROW_COUNTS` are tried when a matrix is filled. A number is used if all rows have the bits that they have in
+a product of `_BASE` rows. Every other product is split and padded, so that it consists of products with such numbers of
 rows. In bf16 oneDNN needs more time for one row than for a few, so the numbers are also timed.
 
 Prefill passes have at least `WIDE` rows, and their products give the bits of `WIDE` rows. With so large a number,
@@ -46,12 +46,12 @@ _LARGEST = 14  # exponent to which the largest value is scaled for fp16: leaves 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of rows that x may have in a product with a matrix, ascending.
+    """Numbers of rows that x may have in one library call of x W^T. Ascending.
 
     Attributes:
-        few: numbers with which every row has the bits of a product of `_BASE` rows.
-        wide: numbers with which every row has the bits of a product of `WIDE` rows, for prefill. Empty: prefill uses
-            `few`.
+        few: numbers of rows with which each row has the same bits as in a product of `_BASE` rows.
+        wide: numbers of rows for prefill, with which each row has the same bits as in a product of `WIDE` rows. Empty:
+            prefill uses `few`.
     """
 
     few: tuple[int, ...] = (_BASE,)
@@ -65,7 +65,12 @@ class RowCounts:
         self._found: dict[tuple[Way, int, int, bool], Counts] = {}
 
     def of(self, matrix: Blocked, rows: Tensor) -> Counts:
-        """Returns the numbers of rows for a matrix with values `rows` [N, K]. Measures them if they are not known."""
+        """Returns the numbers of rows that x may have with `matrix`. Measures them if they are not known.
+
+        Args:
+            matrix: a filled matrix.
+            rows: its values [N, K].
+        """
         assert matrix.way is not None, "it is filled"
         key = (matrix.way, *matrix.shape, matrix.head)
         if key not in self._found:
@@ -88,13 +93,13 @@ class RowCounts:
 def same_bits(
     product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...], base: int = _BASE
 ) -> tuple[int, ...]:
-    """Selects the numbers of rows with which every row of a product has the bits of a product of `base` rows.
+    """Selects the numbers of rows with which each row of a product has the same bits as in a product of `base` rows.
 
     Args:
         product: function of x [R, K] for any R, whose row r depends mathematically only on x[r].
-        rows: rows to try, [R, K] with R greater than the largest of `counts`.
+        rows: x for the trials, [R, K] with R greater than the largest of `counts`.
         counts: numbers of rows to try.
-        base: number of rows whose bits are wanted. It is always in the result.
+        base: number of rows in the product with the wanted bits. It is always in the result.
     """
     rows = rows[: max(counts) + 1]
     padded = F.pad(rows, (0, 0, 0, -len(rows) % base))
@@ -109,10 +114,10 @@ def same_bits(
 
 
 def cancelling(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Makes x [rows, k] and W [n, k] in bf16 whose exact product is zero.
+    """Makes x [rows, k] and W [n, k] in bf16 for which x W^T is exactly zero.
 
-    A computed product then consists of the rounding errors of its sums alone, so nearly every element shows another
-    order of sums. Of random x and W, bf16 results show it in about one of 2000 elements.
+    A computed product then has only the rounding errors of its sums. So nearly every element changes if the order of a
+    sum changes. With random x and W, about one of 2000 bf16 elements changes.
     """
     half = k // 2
     x, w = _random((rows, half), torch.bfloat16), _random((min(n, _CANCELLED), half), torch.bfloat16, seed=1)
@@ -130,11 +135,13 @@ def _random(size: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
 def worth_having(
     product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...], clock: Callable[[], float] = _clock
 ) -> tuple[int, ...]:
-    """Drops numbers of rows whose product takes longer than with a larger number: with padding it is faster.
+    """Selects the numbers of rows that take less time than every larger number up to `_BASE`.
+
+    With another number of rows it is faster to pad x.
 
     Args:
         product, rows: see `same_bits`.
-        counts: numbers of rows, ascending. Those above `_BASE` are kept.
+        counts: numbers of rows, ascending. Numbers above `_BASE` are kept without a trial.
         clock: function that returns the time in seconds.
     """
 
@@ -164,12 +171,12 @@ class Blocked:
         dtype: dtype of x and of results, one of `DTYPES`.
         head: True for an LM head, whose results are fp32 logits with any dtype.
         embeds: True if the matrix is also an embedding table, so that a row-major copy is kept.
-        counts: numbers of rows of the model's matrices, which all of them share.
+        counts: allowed numbers of rows of x, shared by all matrices of the model.
 
     Attributes:
         way: library and format, see the table at the top of the file. None before `fill`.
-        rows: with `embeds` the row-major copy [N, K], in `dtype`, or in bf16 if that is exact. Else None.
-        counts: numbers of rows that products may have.
+        rows: row-major copy [N, K], in bf16 if that is exact, else in `dtype`. None without `embeds`.
+        counts: numbers of rows that x may have in one call of the library.
     """
 
     def __init__(
@@ -190,7 +197,7 @@ class Blocked:
         return torch.bfloat16 if self.way == "bf16" else torch.float32
 
     def fill(self, rows: Tensor) -> None:
-        """Sets the values of the matrix to `rows` [N, K], which has its dtype and is copied."""
+        """Copies `rows` [N, K] into the matrix. `rows` must have the dtype of this matrix."""
         found = None if self.dtype == torch.bfloat16 and not self.head else _as_half(rows)
         if found is not None:
             self.way, (self._matrix, self._scale) = "half", found
@@ -220,19 +227,22 @@ class Blocked:
         return dense.to(self.dtype)
 
     def embed(self, ids: Tensor) -> Tensor:
-        """Returns the rows of the matrix with indices `ids`, int64 [...], as [..., K] in the dtype of this matrix."""
+        """Looks up rows of the matrix. `ids` are int64 [...].
+
+        Returns [..., K] in the dtype of this matrix.
+        """
         return (self.unpack() if self.rows is None else self.rows)[ids].to(self.dtype)
 
     def product(
         self, x: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None, *, wide: bool = False
     ) -> Tensor:
-        """Computes x W^T [+ bias] for x [R, K]. A row's bits depend neither on R nor on its place.
+        """Computes x W^T [+ bias]. A row's bits depend neither on R nor on the row's index.
 
         Args:
             x: [R, K].
             bias: [N], or None.
             out_dtype: dtype of the result. None: x's dtype.
-            wide: True for a prefill pass: rows have the bits of a product of `WIDE` rows, see `Counts`.
+            wide: True for a prefill pass: uses `Counts.wide`, if there are any.
 
         Returns:
             [R, N].
@@ -248,7 +258,7 @@ class Blocked:
         return (out if bias is None else out + bias).to(out_dtype or x.dtype)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Computes x W^T for x [R, K], of dtype `operand`, by one call of the library. Its bits depend on R."""
+        """Computes x W^T by one library call, for x [R, K] of dtype `operand`. A row's bits may depend on R."""
         out: Tensor
         if self.way == "half":
             out = torch.ops.quantized.linear_dynamic_fp16(x if self._scale == 1.0 else x / self._scale, self._matrix)
@@ -257,12 +267,13 @@ class Blocked:
         return out
 
     def for_trial(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
-        """Returns the function x -> x W^T with which `RowCounts` tries numbers of rows.
+        """Returns a function x -> x W^T with which `RowCounts` tries numbers of rows of x.
 
-        It has only some rows of W for FBGEMM, which computes all N by one kernel, in blocks of at most 64 columns.
+        For FBGEMM the function may use only some rows of W. FBGEMM computes all N by one kernel, in blocks of at most
+        64 columns.
 
         Args:
-            rows: values [N, K] of W. For oneDNN in bf16 they may be others than those of this matrix.
+            rows: values [N, K] of W. For oneDNN in bf16 they may differ from the values of this matrix.
         """
         if self.way == "bf16":
             packed = torch.ops.mkldnn._reorder_linear_weight(rows, _BASE)
@@ -274,7 +285,10 @@ class Blocked:
         return lambda x: torch.ops.quantized.linear_dynamic_fp16(x, matrix)
 
     def _counted(self, x: Tensor, counts: tuple[int, ...]) -> Tensor:
-        """Computes x W^T for at most counts[-1] rows, padded with zeros to one of the numbers in `counts`."""
+        """Computes x W^T after padding x with zero rows to the next number of rows in `counts`.
+
+        x may have at most counts[-1] rows. The result has no rows for the padding.
+        """
         rows = x.shape[0]
         if rows in counts:
             return self.multiply(x)
@@ -282,9 +296,9 @@ class Blocked:
         return self.multiply(F.pad(x, (0, 0, 0, count - rows)))[:rows]
 
     def _unrounded(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Computes x W^T [+ bias] in fp32 from bf16 values, without rounding the result to bf16.
+        """Computes x W^T [+ bias] from bf16 values, and returns it in fp32.
 
-        The library cannot do that, so slices of the matrix are converted to fp32.
+        The library only returns bf16. So slices of the matrix are converted to fp32 and multiplied in fp32.
         """
         blocks = F.pad(x.float(), (0, 0, 0, -len(x) % _BASE)).split(_BASE)
         wide = [part.float() for part in self.unpack().split(8192)]
@@ -292,7 +306,7 @@ class Blocked:
         return out if bias is None else out + bias
 
     def _most_bytes(self) -> int:
-        """Returns the largest number of bytes that the values can need, which is known before `fill`."""
+        """Returns the largest number of bytes that the matrix can need after `fill`."""
         size = 4 if self.head else self.dtype.itemsize
         return self.shape[0] * self.shape[1] * (size + self.dtype.itemsize * self.embeds)
 
@@ -305,9 +319,10 @@ def is_supported(dtype: torch.dtype) -> bool:
 
 
 def _as_half(rows: Tensor) -> tuple[Any, float] | None:
-    """Returns FBGEMM's fp16 matrix of `rows` times a power of two, and this power.
+    """Multiplies `rows` by a power of two, and packs the result as an fp16 matrix of FBGEMM.
 
-    Returns None if fp16 cannot hold all values exactly, or if there is no FBGEMM.
+    Returns (matrix, power of two). Returns None if `rows` is empty or all zero, if fp16 cannot hold all values
+    exactly, or if torch has no FBGEMM.
     """
     if "fbgemm" not in torch.backends.quantized.supported_engines or not rows.numel():
         return None
@@ -322,6 +337,6 @@ def _as_half(rows: Tensor) -> tuple[Any, float] | None:
 
 
 def _is_half(values: Tensor, scale: float) -> bool:
-    """True if fp16 can hold all values times `scale` exactly."""
+    """True if fp16 can hold every product of a value and `scale` exactly."""
     wide = (part.float() * scale for part in values.split(_TESTED))
     return all(torch.equal(part.half().float(), part) for part in wide)

@@ -21,8 +21,8 @@ from fastspec.shapes import UNTILED, Tiling
 class CpuOps(Ops):
     """Ops in torch, except matrix products with blocked weights (cpu/blocked.py) and attention (cpu/attention.py).
 
-    Row-major weights are multiplied as in `reference.linear`. These are the weights of hosted models, of experts, of
-    several ranks, and in fp16.
+    Row-major weights are multiplied as in `reference.linear`. Row-major are all fp16 weights, and the weights of
+    hosted models, of experts and of models that are split over ranks.
     """
 
     name = "cpu"

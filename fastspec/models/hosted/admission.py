@@ -1,4 +1,4 @@
-"""Checks of a hosted model before its first use: compares short passes, and refuses a model whose results differ.
+"""Checks a hosted model before its first use: compares short passes, and refuses a model whose results differ.
 
 A hosted model is a module of transformers that runs with attention and KV cache of this package.
 """
@@ -105,7 +105,9 @@ class _Trial:
         self._pages = -(-count // self._page_size)
 
     def run(self) -> None:
-        """Compares passes of the hosted model with a pass with transformers' own attention.
+        """Compares passes of the hosted model with a pass that uses transformers' own attention.
+
+        If `tiling.rows` is set, also checks that a token's bits do not depend on the tokens fed with it.
 
         Raises:
             UnsupportedModel: results differ.
@@ -159,12 +161,12 @@ class _Trial:
         return hidden
 
     def _check_cut(self, own: Tensor) -> None:
-        """Compares the hidden states that all ranks compute together with those of the whole module before the split.
+        """Compares hidden states from all ranks together with hidden states from the module before its split.
 
         Does nothing if one process runs the whole module.
 
         Args:
-            own: hidden states [1, tokens, hidden], the result of `_own`.
+            own: hidden states [1, tokens, hidden] from all ranks, the result of `_own`.
         """
         cut, wanted = self._model.info.cut, self._model.wanted
         if cut is None or wanted is None:
@@ -181,7 +183,8 @@ class _Trial:
     def _compare(self, what: str, own: Tensor, tiling: Tiling, counts: Sequence[int]) -> Tensor:
         """Feeds the test tokens in several passes, and compares the hidden states with `own`.
 
-        If they differ by more than rounding, each layer is compared with the same input in both.
+        If they differ by more than rounding, the layers are compared one by one. Each layer then gets the input that
+        it had in the pass of `own`.
 
         Args:
             what: description of the passes, for messages.
@@ -226,7 +229,7 @@ class _Trial:
             count: number of all test tokens.
 
         Returns:
-            The name of the submodule. "lm_head" if there is none in the base model.
+            The name of the submodule. "lm_head" if no submodule of the base model has such an output.
         """
         alone = self._outputs(lambda: self._feed(first, 1, self._tiling))
         among = self._outputs(lambda: self._feed(first, count - first, self._tiling))

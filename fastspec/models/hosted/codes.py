@@ -1,4 +1,4 @@
-"""Quantised weights of hosted models. They are stored quantised, or are quantised while they are loaded.
+"""Quantised weights of hosted models: weights that are stored quantised, or are quantised while they are loaded.
 
 Weights of linear layers stay quantised. All other tensors of a quantised checkpoint are dequantised.
 """
@@ -35,7 +35,7 @@ _WEIGHT = ".weight"
 
 
 def quantised_products(shards: TensorSource, quantisation: Quantisation, info: HostedInfo) -> QuantisedShards:
-    """Returns the tensors of a quantised checkpoint. The parts of each quantised nn.Linear weight become one tensor.
+    """Returns the tensors of a quantised checkpoint. The stored parts of each quantised weight become one tensor.
 
     Args:
         shards: the stored tensors.
@@ -59,7 +59,7 @@ def quantised_products(shards: TensorSource, quantisation: Quantisation, info: H
 
 
 class ProductCodes:
-    """Reads the quantised weights of a hosted model's linear layers. Parameter names of the model select a weight.
+    """Reads the quantised weights of a hosted model's linear layers. A weight is selected by its parameter name.
 
     Args:
         checkpoint: checkpoint in a directory with quantised weights.
@@ -126,9 +126,9 @@ class ProductCodes:
         return made
 
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Returns stored name -> tensor for all tensors. Quantised tensors are dequantised to `dtype`.
+        """Reads all tensors: stored name -> tensor. Quantised tensors are dequantised to `dtype`.
 
-        transformers makes a module from the result.
+        transformers fills a module with the result.
         """
         with self._whole.open():
             return {
@@ -138,10 +138,10 @@ class ProductCodes:
 
 
 def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tuple[int, int], CodesKind]]:
-    """Returns the weights that are quantised while they are loaded: name of the module -> (shape (N, K), format).
+    """Returns the weights to quantise while they are loaded: name of the module -> (shape (N, K), quantised format).
 
-    These are the weights of linear layers. The LM head is among them only for a draft model, and only if it is not the
-    embedding.
+    These are weights of linear layers. The LM head is among them only for a draft model, and only if the head does not
+    share its weight with the embedding. The result is empty if no weights are to be quantised.
 
     Args:
         checkpoint: checkpoint of the hosted model.
@@ -164,7 +164,7 @@ def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tup
 
 
 def rounded_weight(rows: Tensor, kind: CodesKind, ops: Ops) -> Weight:
-    """Quantises a matrix [N, K]. If `ops` do not read the quantised format, the result is dequantised again.
+    """Quantises a matrix [N, K]. If `ops` cannot read the quantised format, the result is dequantised again.
 
     Args:
         rows: the matrix.

@@ -38,7 +38,7 @@ class SizesToCut(NamedTuple):
         family: model type, for messages.
         vocab_size: width of the logits.
         num_heads, num_kv_heads: query heads and KV heads of a layer. 0 if the plan does not split attention.
-        divided: description of each further size -> size.
+        divided: description of a further size, for messages -> size.
     """
 
     family: str
@@ -84,7 +84,7 @@ def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutK
 
 
 def _pattern(name: str) -> str:
-    """Converts a module's name to the pattern that plans use: every number in it becomes `*`."""
+    """Converts a module's name to the pattern that plans use: every number in the name becomes `*`."""
     return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name)
 
 
@@ -129,7 +129,7 @@ def parts_of(total: int, share: RankShare) -> list[Cut]:
 
 
 def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
-    """Changes a whole model on the meta device to one rank's part: split parameters get the part's sizes."""
+    """Changes a whole model on the meta device to one rank's part. Split parameters get the sizes of the part."""
     for name, kind in cut.kinds.items():
         if kind == "first":
             owner, _, attribute = name.rpartition(".")
@@ -244,7 +244,7 @@ def share_info(info: HostedInfo, share: RankShare) -> HostedInfo:
 
 
 def part_shell(info: HostedInfo) -> nn.Module:
-    """Makes the model on the meta device, with the sizes of one rank's part if `info` has a cut."""
+    """Makes the model on the meta device. If `info.cut` is not None, it has the sizes of one rank's part."""
     shell = steady_shell(info.kind, info.config)
     if info.cut is not None:
         cut_shell(shell, info.cut)

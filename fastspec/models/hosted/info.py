@@ -66,7 +66,7 @@ class HostedCut:
 
     @property
     def said(self) -> str:
-        """Description of how the modules are split, for `explain()`."""
+        """Text for `explain()` that says how the modules are split."""
         counts = {kind: list(self.kinds.values()).count(kind) for kind in ("rows", "columns", "experts")}
         experts = f", and columns of {counts['experts']} expert layers" if counts["experts"] else ""
         if self.share.size == 1:
@@ -86,7 +86,7 @@ class HostedInfo:
         config: config of the model, a private copy.
         probed: attention calls of a pass, from a traced pass.
         parameters: number of elements of all parameters. Shared parameters count once.
-        kept_bytes: bytes of all buffers.
+        kept_bytes: bytes of all buffers of the module.
         linears: number of linear layers.
         experts: number of modules with experts.
         norms: number of RMSNorms that this package's op replaces.
@@ -162,7 +162,7 @@ class HostedInfo:
 
     @property
     def hosting(self) -> str:
-        """Description of the modules that this package replaces and of those that it does not, for `explain()`."""
+        """Text for `explain()` about the modules that this package replaces, and about the modules that it keeps."""
         norms = f", {self.norms} norms" if self.norms else ""
         norms += f", {self.rotations} rotations" if self.rotations else ""
         experts = f", {self.experts} expert layers in fixed shapes" if self.experts else ""
@@ -189,7 +189,7 @@ class HostedInfo:
 
     @property
     def routed_elements(self) -> int:
-        """0, because the number is not known for a hosted model."""
+        """0, because the size of the experts' temporary tensors is not known for a hosted model."""
         return 0
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
@@ -272,7 +272,7 @@ def shell_of(kind: Any, config: PretrainedConfig) -> nn.Module:
 def steady_shell(kind: Any, config: PretrainedConfig) -> nn.Module:
     """Makes a model on the meta device like `shell_of`, with fixed RoPE frequencies.
 
-    They do not change with the longest row of a pass.
+    The frequencies do not change with the length of the longest row of a pass.
     """
     shell = shell_of(kind, config)
     for part in shell.modules():
@@ -363,7 +363,7 @@ def _info(
 
 
 def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
-    """Finds the RMSNorms of a model whose formula is known. Returns (formula, elements of the weight) of each.
+    """Finds the RMSNorms with a known formula. Returns (formula, number of elements of the weight) for each RMSNorm.
 
     Modules with the same class, size and settings have the same formula, so only one of them is tested.
     """

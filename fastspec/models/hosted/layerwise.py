@@ -1,8 +1,8 @@
 """Compares two forward passes layer by layer. A layer gets the same input in both, so that differences do not add up.
 
-Because of rounding, a router may choose another expert for some tokens. Their hidden states then differ much, and so do
-those of later layers. If a layer has the same input in both passes, the outputs of its attention differ only by
-rounding. The same holds for the layer's outputs at most tokens.
+Because of rounding, a router may choose another expert for some tokens. The hidden states of these tokens then differ
+much, also in later layers. If a layer has the same input in both passes, the outputs of its attention differ only by
+rounding. The layer's outputs at most tokens also differ only by rounding.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Layers:
         self._base = base
 
     def record(self, run: Callable[[], Tensor]) -> PassRecord:
-        """Records a pass over all tokens. `run` makes the pass and returns its last hidden states."""
+        """Records a pass over all tokens. `run` runs the pass and returns its last hidden states."""
         seen = PassRecord()
         with self._watched(seen, lambda layer, given: given):
             seen.inputs.append(run())
@@ -58,9 +58,9 @@ class Layers:
         """Records a pass over tokens from `first` on, in which each layer gets the input that it had in another pass.
 
         Args:
-            own: record of the other pass, which was over all tokens.
-            first: index of the pass's first token.
-            run: function that makes the pass and returns its last hidden states.
+            own: record of the other pass, which covered all tokens.
+            first: index of the first token of the new pass.
+            run: function that runs the new pass and returns its last hidden states.
         """
         seen = PassRecord()
 
@@ -76,8 +76,8 @@ class Layers:
 
         Args:
             own: record of the pass over all tokens.
-            passes: records of the other passes, which together have all tokens.
-            what: description of the other passes, for messages.
+            passes: records of the several passes, which together cover all tokens.
+            what: description of the several passes, for messages.
 
         Raises:
             UnsupportedModel: a layer differs by more than rounding. The message names it.

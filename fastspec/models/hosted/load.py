@@ -53,13 +53,13 @@ def load_hosted(
 ) -> None:
     """Fills a hosted model with the weights of its checkpoint, in `dtype` on `device`.
 
-    A live module is copied. Weights of a directory are first read by transformers into host memory. If ranks share the
-    model, each reads all weights and keeps its part.
+    The weights of a live module are copied. The weights of a directory are first read by transformers into host memory.
+    If ranks share the model, each rank reads all weights and keeps its part.
 
     Args:
         checkpoint: source of the weights.
         model: the model without weights.
-        dtype, device: those of the weights.
+        dtype, device: dtype and device of the weights.
         release: True to free each parameter of a live module after it is copied.
         progress: True to show transformers' progress bars.
 
@@ -85,7 +85,7 @@ def load_hosted(
 
 @contextmanager
 def _bars(shown: bool) -> Iterator[None]:
-    """Context manager in which transformers shows progress bars only if `shown`. Restores the setting at its end."""
+    """Context manager in which transformers shows progress bars only if `shown`. Restores the setting at the end."""
     before = logging.is_progress_bar_enabled()
     if not shown:
         logging.disable_progress_bar()
@@ -104,7 +104,7 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
         info: the model.
         dtype: dtype of the weights.
         name: name of the checkpoint, for messages.
-        codes: its quantised weights. None: not quantised.
+        codes: quantised weights of the checkpoint. None: the checkpoint is not quantised.
     """
     values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
     try:
@@ -212,7 +212,7 @@ class _Filler:
             self.weights[id(weight)] = Weight(self._parameter(weight).data)
 
     def _swapped(self, name: str, part: nn.Module) -> nn.Module | None:
-        """Makes the module of this package that replaces a submodule of the shell. None: the submodule stays.
+        """Makes the module of this package that replaces a submodule of the shell. Returns None if the submodule stays.
 
         Args:
             name: name of the submodule.
@@ -261,7 +261,7 @@ class _Filler:
 
         Args:
             parameter: the parameter in the source.
-            rows: the same values as a matrix [N, K]. None: `parameter` has this shape.
+            rows: the values of the parameter as a matrix [N, K]. None: `parameter` is such a matrix.
             name: name of the module. The weight is quantised if `rounding` has this name.
         """
         key = id(parameter)
@@ -282,7 +282,8 @@ class _Filler:
     def _moved(self, tensor: Tensor) -> Tensor:
         """Copies a tensor to the device.
 
-        A tensor with the same dtype as the source's embedding is converted to `self.dtype`. Others keep their dtype.
+        A tensor with the same dtype as the source's embedding is converted to `self.dtype`. Other tensors keep their
+        dtype.
         """
         kept = tensor.dtype != self._stored
         return tensor.detach().to(self.device, tensor.dtype if kept else self.dtype, copy=True)

@@ -83,7 +83,7 @@ class HostedModel:
         self._at = 0
 
     def host(self, module: nn.Module) -> None:
-        """Sets the module, in which `load_hosted` has replaced submodules and filled weights. Then passes can run."""
+        """Sets the module that passes run. `load_hosted` has replaced its submodules and filled its weights."""
         self.module: Any = module
         self.base: Any = base_of(module)
         attach(module, self)
@@ -148,9 +148,9 @@ class HostedModel:
         norm: tuple[Tensor, float] | None = None,
         work: object = None,
     ) -> None:
-        """Writes to `out` [R] the id below `limit` with the largest logit of x [R, hidden]; see `head_logits`.
+        """Writes to `out` [R] the token id with the largest logit, for each row of x [R, hidden]; see `head_logits`.
 
-        `work` is not used.
+        Only ids below `limit` count. `work` is not used.
         """
         out.copy_(self.head_logits(x, tiling, norm=norm)[..., :limit].argmax(dim=-1))
 
@@ -162,9 +162,9 @@ class HostedModel:
         return logits.float().view(*hidden.shape[:-1], -1)
 
     def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        """Writes to `out` [R] the id of the largest of the first `limit` logits of hidden [R, hidden].
+        """Writes to `out` [R] the token id with the largest logit, for each row of `hidden` [R, hidden].
 
-        Of equal logits the lowest id is taken.
+        Only ids below `limit` count. Of equal logits the lowest id is taken.
         """
         out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
 
@@ -178,7 +178,7 @@ class HostedModel:
         Args:
             module: attention module that makes the call. Not used.
             query: [B, H, Q, D].
-            key, value: [B, Hkv, Q, D], with another D for values in latent attention.
+            key, value: [B, Hkv, Q, D] each. In latent attention (MLA), values have another D than keys.
             mask: not used, because `info` has the attention rule of each call.
             options: other arguments of the call, of which sinks are read.
 
@@ -223,18 +223,18 @@ class HostedModel:
 
 
 def _weight_of(part: Any) -> Weight:
-    """Returns the weight of an embedding or a linear layer of the module."""
+    """Returns the weight of an embedding or of a linear layer `part`."""
     found = part.weight
     return found if isinstance(found, Weight) else Weight(found.detach())
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    """Pads x [..., D] with zeros to `width`. Returns x itself if it has this width."""
+    """Pads x [..., D] with zeros to [..., width]. Returns x itself if D is `width`."""
     return x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1]))
 
 
 class _PassOn(nn.Module):
-    """Replaces the base model of a module while logits are computed. It returns its input embeddings unchanged.
+    """Replaces the base model of a module while logits are computed. Its forward returns the input embeddings.
 
     Args:
         output: class of the base model's result.

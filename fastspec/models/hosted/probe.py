@@ -37,7 +37,8 @@ class ProbedOp:
     """One of the attention calls that every pass of a model makes.
 
     Attributes:
-        slot: index of the key and value tensors in the KV cache. Calls with the same keys and values share a slot.
+        slot: index of this call's pair of key and value tensors in the KV cache. Calls with the same keys and values
+            share a slot.
         layer: name of the module that makes the call.
         heads, kv_heads: number of query heads and of KV heads.
         head_dim: elements of a head in the KV pages. If keys and values have different widths, it is the larger width;
@@ -69,9 +70,9 @@ class Probed:
     Attributes:
         calls: attention calls of a pass, in order.
         cache_name: name of the base model's argument for a KV cache.
-        whole: further arguments, with which the base model computes hidden states for all tokens of a pass.
+        whole: further arguments that make the base model compute hidden states for all tokens of a pass.
         output: class of the base model's result.
-        hidden_size: elements of its last hidden state at one position.
+        hidden_size: elements of the base model's last hidden state at one position.
     """
 
     calls: tuple[ProbedOp, ...]
@@ -118,7 +119,7 @@ def probe(module: nn.Module) -> Probed:
 
 
 def base_name(module: nn.Module) -> str:
-    """Returns the name of the submodule that contains everything except the LM head. Empty if there is none."""
+    """Returns the name of the submodule that contains everything except the LM head. "" if there is none."""
     return next((name for name in (str(module.base_model_prefix), "model") if name in module._modules), "")
 
 
@@ -129,7 +130,7 @@ def base_of(module: nn.Module) -> nn.Module:
 
 @contextmanager
 def _naming_layers(module: nn.Module) -> Iterator[None]:
-    """Context manager that converts an error of a pass to UnsupportedModel, with the name of the running submodule."""
+    """Context manager that converts an error of a pass to UnsupportedModel. The message names the failing submodule."""
     entered = [""]
 
     def enter(name: str) -> Any:

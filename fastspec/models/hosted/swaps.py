@@ -33,7 +33,7 @@ _PASS: Final = "fastspec_pass"
 
 
 class HostedPass(Protocol):
-    """Object that computes or records the attention calls of a hosted model's passes."""
+    """Object that computes or records the attention calls of a hosted model's forward passes."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]
@@ -60,7 +60,7 @@ def attach(module: nn.Module, owner: HostedPass) -> None:
 
 
 def pass_of(module: nn.Module) -> Any:
-    """Returns the object that `attach` has set for this module."""
+    """Returns the object that computes the attention calls of this module, see `attach`."""
     return module.__dict__[_PASS]
 
 
@@ -96,7 +96,7 @@ class NoCache:
     is_sliding: tuple[bool, ...] = ()
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int = 0, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Returns the given keys and values, which are those of the fed tokens."""
+        """Returns the given keys and values unchanged. They belong to the tokens of the current pass."""
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -108,7 +108,7 @@ class NoCache:
         return 0
 
     def get_mask_sizes(self, queries: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Returns (number of keys, position of the first key) for the masks of `probe`. `queries`: number of tokens."""
+        """Returns (number of keys, position of the first key) for masks of `probe`. `queries`: tokens of the pass."""
         return queries, 0
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -136,7 +136,7 @@ _ROWS: Final = 64  # least number of rows of a reduction on CUDA: with fewer, to
 
 
 class Running(Protocol):
-    """State of the current forward pass. The modules that replace those of the model read it.
+    """State of the current forward pass. Modules of this package in a hosted model read it.
 
     Attributes:
         ops: implementations of the replaced operations.
@@ -157,7 +157,7 @@ class Running(Protocol):
 
 @contextmanager
 def our_op(running: Running) -> Iterator[None]:
-    """Context manager around an op of this package. Inside of it, `FixedShapes` does not replace torch functions."""
+    """Context manager around an op of this package. Within it, `FixedShapes` does not replace torch functions."""
     running.inside = True
     try:
         yield
@@ -172,7 +172,7 @@ class Product(nn.Module):
         running: the hosted model.
         weight: W [N, K].
         bias: b [N]. None: no bias.
-        out_dtype: dtype of y. None: that of x.
+        out_dtype: dtype of y. None: the dtype of x.
     """
 
     _running: Running
@@ -185,7 +185,7 @@ class Product(nn.Module):
         self.register_buffer("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns [..., N] for x [..., K]."""
+        """Computes y [..., N] for x [..., K]."""
         running = self._running
         with our_op(running):
             bias, tiling = self.bias, running.tiling
@@ -209,7 +209,7 @@ class Embedding(nn.Module):
         self.weight = weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Returns [..., K] for ids int64 [...]."""
+        """Looks up the rows of `ids`, int64 [...]. Returns [..., K]."""
         out: Tensor = self._running.ops.embed(self.weight, ids.contiguous())
         return out
 
@@ -263,7 +263,7 @@ def number_on_device(given: Any, *args: Any, **kwargs: Any) -> Tensor | None:
         *args, **kwargs: other arguments of the call.
 
     Returns:
-        The result on the device. None for any other call.
+        The result on the device. None if the call does not bring one number from the host to a device.
     """
     inside = isinstance(given, Tensor)
     if given.dim() or given.device.type != "cpu" if inside else not isinstance(given, bool | int | float):
@@ -288,7 +288,7 @@ def constant_on_device(kept: dict[Any, Tensor], func: Any, given: Any, *args: An
         *args, **kwargs: other arguments of the call.
 
     Returns:
-        A clone of the tensor in `kept`. None if the call is no such copy, or if its values are large.
+        A clone of the tensor in `kept`. None if the call is not such a copy, or if it copies too many values.
     """
     told = (*args, *kwargs.values())
     device = next((torch.device(each) for each in told if isinstance(each, str | torch.device)), None)
@@ -377,7 +377,7 @@ def is_product(part: nn.Module) -> bool:
 
 
 def expert_layers(module: nn.Module) -> list[str]:
-    """Returns the names of the submodules that have experts, and run them through transformers' ExpertsInterface."""
+    """Returns the names of the submodules that run experts through transformers' ExpertsInterface."""
     return [name for name, part in module.named_modules() if all(hasattr(part, mark) for mark in _EXPERTS_HAVE)]
 
 
@@ -417,9 +417,9 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
 
 
 class _Part:
-    """View of a module of experts with one of this rank's parts. A part has some columns of every expert.
+    """One of this rank's parts of a module of experts. A part has some columns of every expert.
 
-    A parameter [parts, experts, ...] of the module is [experts, ...] here. Other attributes are the module's.
+    A parameter [parts, experts, ...] of the module is [experts, ...] here. Other attributes are read from the module.
 
     Args:
         experts: the module.
@@ -435,7 +435,7 @@ class _Part:
 
 
 def _chosen_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Computes `fixed_experts` for a decode step. Multiplies `_PAIRS` (token, expert) pairs at a time, sums in fp32."""
+    """Computes `fixed_experts` for a decode step, `_PAIRS` (token, expert) pairs at a time. Sums are fp32."""
     pairs = hidden.repeat_interleave(index.shape[1], dim=0)
     rows = F.pad(pairs, (0, 0, 0, -len(pairs) % _PAIRS)).split(_PAIRS)
     chosen = F.pad(index.reshape(-1), (0, -len(pairs) % _PAIRS)).split(_PAIRS)
@@ -446,7 +446,7 @@ def _chosen_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -
 
 
 def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
-    """Computes the MLP of expert `expert[i]` for row i of x [P, hidden]. Returns [P, hidden]."""
+    """Computes expert MLPs, [P, hidden]: row i of x [P, hidden] goes through the expert with id `expert[i]`."""
 
     def product(x: Tensor, stack: Tensor, bias: Tensor | None) -> Tensor:
         chosen = stack[expert]
@@ -457,7 +457,10 @@ def _pairs(self: Any, x: Tensor, expert: Tensor) -> Tensor:
 
 
 def _every_expert(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Computes `fixed_experts` for a prefill. Runs every expert on all tokens, drops unused results, sums in fp32."""
+    """Computes `fixed_experts` for a prefill. Runs every expert on all tokens, and drops unused results.
+
+    Sums are fp32.
+    """
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in range(self.down_proj.shape[0]):
 
@@ -534,14 +537,14 @@ class NormSwap(nn.Module):
         self.register_buffer("weight", known.weight(stored))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the norm of x [..., K], with the same shape."""
+        """Computes the RMSNorm of x over the last axis, [..., K] as x."""
         with our_op(self._running):
             out: Tensor = self._running.ops.norm(x, self.weight, self.eps)
         return out
 
 
 def known_norm(part: nn.Module) -> KnownNorm | None:
-    """Returns the formula of a module that is an RMSNorm over the last axis. None: it is another module.
+    """Returns the formula of an RMSNorm over the last axis. Returns None if `part` is another kind of module.
 
     The module must have a weight [K] and nothing else. For test inputs in bf16 and in fp32, its results must have the
     same bits as one of the formulas.
@@ -580,7 +583,7 @@ DEPRECATION: Final = "transformers.utils.deprecation"
 
 
 def rotates(part: nn.Module) -> bool:
-    """True if a module's forward calls a function named `ROTATE`, whose results are those of `reference.rotate`."""
+    """True if a module's forward calls `apply_rotary_pos_emb`, and its results are those of `reference.rotate`."""
     forward = _forward(part)
     return (
         forward is not None
@@ -592,7 +595,7 @@ def rotates(part: nn.Module) -> bool:
 def _forward(part: nn.Module) -> FunctionType | None:
     """Returns the forward function of a module's class, without decorators that only warn of deprecated keywords.
 
-    None if it has other decorators, or is not a plain function.
+    Returns None if the function has other decorators, or is not a plain function.
     """
     forward: Any = type(part).forward
     while hasattr(forward, "__wrapped__") and forward.__globals__.get("__name__") == DEPRECATION:
