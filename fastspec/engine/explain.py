@@ -300,7 +300,9 @@ def _products(settings: Settings) -> str:
 
 
 _STATE_KINDS = {
-    **{DeltaRule: "the gated delta rule", MambaRule: "Mamba-2", ConvRule: "short convolutions"},
+    DeltaRule: "the gated delta rule",
+    MambaRule: "Mamba-2",
+    ConvRule: "short convolutions",
     SelectiveRule: "Mamba-1",
 }
 

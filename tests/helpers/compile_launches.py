@@ -2,7 +2,7 @@
 
 Usage: python -m tests.helpers.compile_launches 90 attention_long
        python -m tests.helpers.compile_launches 86 attention_long,steps 80    without the launches of sm_80
-       python -m tests.helpers.compile_launches 80 steps --sample             one launch of a kernel and element size
+       python -m tests.helpers.compile_launches 80 steps --sample             one launch of each kind and element size
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from tests.helpers import recorder
+from tests.helpers.compile_some import kind
 from tests.helpers.launches import GROUPS
 from tests.helpers.machine_code import one_by_one, spilled_bytes
 from tests.helpers.recorder import Launch, first_of_each
@@ -123,15 +124,14 @@ def recorded(arch: int, group: str) -> Iterator[Launch]:
 
 def main() -> None:
     arch, groups = int(sys.argv[1]), sys.argv[2].split(",")
-    if sys.argv[3:] == ["--sample"]:
-        for group in groups:
-            for launch in first_of_each(recorded(arch, group), lambda launch: (launch.name, element(launch))):
-                describe(launch, arch, group)
-        return
-    others = [*map(int, sys.argv[3:])]
+    sample = sys.argv[3:] == ["--sample"]
+    others = [] if sample else [*map(int, sys.argv[3:])]
     known = {recorder.specialised(launch) for other in others for group in groups for launch in recorded(other, group)}
     for group in groups:
-        for launch in recorded(arch, group):
+        launches = recorded(arch, group)
+        if sample:
+            launches = first_of_each(launches, lambda each: (kind(each), element(each)))
+        for launch in launches:
             if recorder.specialised(launch) not in known:
                 describe(launch, arch, group)
 

@@ -90,7 +90,7 @@ CASES: list[Any] = [
     for arch in (*ARCHITECTURES, AS_80, AS_86)
     if not _late(group) or arch in {90, 100}
 ]
-# of the others one launch of a kernel and element size every day
+# of the others one launch of each kind and element size every day
 SAMPLES = [
     (arch, group)
     for group in GROUPS

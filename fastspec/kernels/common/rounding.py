@@ -30,7 +30,7 @@ SHRINK = tuple(1.0 - step / 40 for step in range(15))
 STEPS = {"fp8": 2.0**7, "int8": 2.0**10, "int4": 2.0**19}
 LEAST = 2.0**-126  # the smallest normal bf16. No torch.finfo: processes without torch import this file
 _GROUPS = (128, 64, 32)
-_ENDS = {"int8": (-127, 127), "int4": (-8, 7)}
+ENDS = {"int8": (-127, 127), "int4": (-8, 7)}
 _SUBNORMAL = 121 << 23  # bits of 2^-6 in fp32: below it, values of e4m3 have equal distances
 _ADDED = 255  # counts below 2^23 whose sum is below 2^31
 # values rounded at a time; each needs up to twenty bytes of temporary memory. On a CPU they fit in its caches
@@ -160,7 +160,7 @@ def _nearest(quotient: Tensor, form: CodeFormat, place: Tensor) -> Tensor:
     The result is written to `place`, fp32, which is also returned.
     """
     if form != "fp8":
-        return torch.round(quotient, out=place).clamp_(*_ENDS[form])
+        return torch.round(quotient, out=place).clamp_(*ENDS[form])
     # 2^(e + 20) for a quotient in [2^e, 2^(e + 1)): added to it, all bits behind the third of the mantissa are rounded
     bits = place.view(torch.int32)
     torch.bitwise_and(quotient.view(torch.int32), 0x7F800000, out=bits).clamp_(min=_SUBNORMAL).add_(20 << 23)
@@ -172,5 +172,5 @@ def _codes(quotient: Tensor, form: CodeFormat) -> Tensor:
     """Returns the codes nearest to quotients (value / scale), uint8. Overwrites `quotient`."""
     if form == "fp8":
         return quotient.clamp_(-LARGEST[form], LARGEST[form]).to(torch.float8_e4m3fn).view(torch.uint8)
-    nearest = quotient.round_().clamp_(*_ENDS[form])
+    nearest = quotient.round_().clamp_(*ENDS[form])
     return nearest.to(torch.int8).view(torch.uint8) if form == "int8" else (nearest + 8).to(torch.uint8)

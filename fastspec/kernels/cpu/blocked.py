@@ -21,6 +21,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -74,9 +75,10 @@ class RowCounts:
         assert matrix.way is not None, "it is filled"
         key = (matrix.way, *matrix.shape, matrix.head)
         if key not in self._found:
-            x = _random((ROW_COUNTS[-1] + 1, matrix.shape[1]), matrix.operand)
             if matrix.way == "bf16":
                 x, rows = cancelling(ROW_COUNTS[-1] + 1, *matrix.shape)
+            else:
+                x = _random((ROW_COUNTS[-1] + 1, matrix.shape[1]), matrix.operand)
             self._found[key] = self._measured(matrix, matrix.for_trial(rows), x)
         return self._found[key]
 
@@ -130,6 +132,18 @@ def cancelling(rows: int, n: int, k: int) -> tuple[Tensor, Tensor]:
 def _random(size: tuple[int, int], dtype: torch.dtype, seed: int = 0) -> Tensor:
     made = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(size, generator=made, dtype=torch.float32, device="cpu").to(dtype)
+
+
+def _in_blocks(rows: Tensor) -> Tensor:
+    """Returns a copy of a matrix [N, K] in oneDNN's layout of blocks."""
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(rows, _BASE)
+    return packed
+
+
+def _multiply_blocks(x: Tensor, matrix: Tensor) -> Tensor:
+    """Computes x W^T for a matrix W in oneDNN's layout of blocks."""
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, matrix, None, "none", [], "")
+    return out
 
 
 def worth_having(
@@ -203,7 +217,7 @@ class Blocked:
             self.way, (self._matrix, self._scale) = "half", found
         else:
             self.way = "bf16" if self.dtype == torch.bfloat16 and not self.head else "fp32"
-            self._matrix = torch.ops.mkldnn._reorder_linear_weight(rows.to(self.operand), _BASE)
+            self._matrix = _in_blocks(rows.to(self.operand))
         if self.embeds:
             narrow = rows.to(torch.bfloat16)
             self.rows = narrow if torch.equal(narrow.to(rows.dtype), rows) else rows.clone()
@@ -263,7 +277,7 @@ class Blocked:
         if self.way == "half":
             out = torch.ops.quantized.linear_dynamic_fp16(x if self._scale == 1.0 else x / self._scale, self._matrix)
         else:
-            out = torch.ops.mkldnn._linear_pointwise(x, self._matrix, None, "none", [], "")
+            out = _multiply_blocks(x, self._matrix)
         return out
 
     def for_trial(self, rows: Tensor) -> Callable[[Tensor], Tensor]:
@@ -276,8 +290,7 @@ class Blocked:
             rows: values [N, K] of W. For oneDNN in bf16 they may differ from the values of this matrix.
         """
         if self.way == "bf16":
-            packed = torch.ops.mkldnn._reorder_linear_weight(rows, _BASE)
-            return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+            return partial(_multiply_blocks, matrix=_in_blocks(rows))
         few = _TRIED + self.shape[0] % _TRIED
         if self.way != "half" or self.shape[0] <= few:
             return self.multiply

@@ -315,12 +315,13 @@ def short_conv(
     state_rows: Tensor,
     positions: Tensor,
     write_mask: Tensor,
-    rule: ConvRule,
+    rule: ConvRule | SelectiveRule,
     kept: KeptState | None = None,
 ) -> Tensor:
-    """Computes a gated short convolution over the new tokens of each row, as `Ops.short_conv`.
+    """Computes the convolution of a rule over the new tokens of each row.
 
-    The output of masked tokens is zero. For the arguments see the table above, and `reference.state_space.short_conv`.
+    With a ConvRule it is `Ops.short_conv`, with a SelectiveRule `Ops.selective_conv`. The output of masked tokens is
+    zero. For the arguments see the table above, and the functions in `reference.state_space`.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.
@@ -328,6 +329,9 @@ def short_conv(
     slots = StateSlots(states, inputs, state_rows, positions, write_mask)
     _check(product, layer, slots, rule, kept)
     return _convolved(product, layer, slots, rule, kept)
+
+
+selective_conv = short_conv
 
 
 def mamba(
@@ -353,29 +357,6 @@ def mamba(
     shapes = dict.fromkeys(ScanWeights._fields, (rule.heads,))
     mixed = _convolved(product, layer, slots, rule, kept)
     return _scanned(mixed, product, _scan_weights(layer, shapes), slots, rule, kept)
-
-
-def selective_conv(
-    product: Tensor,
-    layer: StateParts,
-    states: Tensor,
-    inputs: Tensor,
-    state_rows: Tensor,
-    positions: Tensor,
-    write_mask: Tensor,
-    rule: SelectiveRule,
-    kept: KeptState | None = None,
-) -> Tensor:
-    """Computes silu of the convolution of Mamba-1 over the new tokens of each row, as `Ops.selective_conv`.
-
-    The output of masked tokens is zero. For the arguments see the table above.
-
-    Raises:
-        ValueError: a shape, dtype or layout other than in the table above.
-    """
-    slots = StateSlots(states, inputs, state_rows, positions, write_mask)
-    _check(product, layer, slots, rule, kept)
-    return _convolved(product, layer, slots, rule, kept)
 
 
 def selective_scan(

@@ -111,17 +111,15 @@ def mamba(
     Returns:
         [B, Q, rule.values] in product's dtype. States and sums are in fp32.
     """
-    assert layer.decay is not None, "Mamba-2 has these weights"
-    assert layer.step is not None, "Mamba-2 has these weights"
-    assert layer.skip is not None, "Mamba-2 has these weights"
+    decay, more, skip = _scan_weights(layer)
     given = product[..., rule.values : rule.values + rule.channels]
     mixed = silu(convolve(given, layer.conv, layer.conv_bias, inputs, state_rows, positions, write_mask)).float()
     x, b, c = mixed.split([rule.values, rule.shared, rule.shared], dim=-1)
     served = rule.heads // rule.groups
     x = x.unflatten(-1, (rule.heads, -1))
     b, c = (each.unflatten(-1, (rule.groups, -1)).repeat_interleave(served, dim=2) for each in (b, c))
-    step = softplus(product[..., -rule.heads :].float() + layer.step).clamp(rule.least_step, rule.most_step)
-    rate, skip = torch.exp(layer.decay)[:, None, None], layer.skip[:, None]
+    step = softplus(product[..., -rule.heads :].float() + more).clamp(rule.least_step, rule.most_step)
+    rate, skip = torch.exp(decay)[:, None, None], skip[:, None]
     where = states, state_rows, positions, write_mask
     outs = _scanned(x, b, c, step[..., None, None], rate, skip, *where, kept)
     if kept is not None:
@@ -189,15 +187,21 @@ def selective_scan(
     Returns:
         [B, Q, channels] in mixed's dtype. States and sums are in fp32.
     """
-    assert layer.decay is not None, "Mamba-1 has these weights"
-    assert layer.step is not None, "Mamba-1 has these weights"
-    assert layer.skip is not None, "Mamba-1 has these weights"
+    decay, more, skip = _scan_weights(layer)
     x, b, c = mixed.float()[:, :, None].split([rule.channels, rule.state_dim, rule.state_dim], dim=-1)
-    step = softplus(steps.float() + layer.step)[:, :, None, :, None]
+    step = softplus(steps.float() + more)[:, :, None, :, None]
     where = states[:, :, None], state_rows, positions, write_mask
     inner = None if kept is None else kept._replace(state=kept.state[None])
-    outs = _scanned(x, b, c, step, torch.exp(layer.decay), layer.skip, *where, inner)
+    outs = _scanned(x, b, c, step, torch.exp(decay), skip, *where, inner)
     return outs.flatten(2).to(mixed.dtype)
+
+
+def _scan_weights(layer: StateParts) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (decay, step, skip) of a layer with Mamba-1 or Mamba-2."""
+    assert layer.decay is not None, "Mamba has these weights"
+    assert layer.step is not None, "Mamba has these weights"
+    assert layer.skip is not None, "Mamba has these weights"
+    return layer.decay, layer.step, layer.skip
 
 
 def _scanned(

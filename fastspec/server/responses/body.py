@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeAlias
 
@@ -143,11 +144,15 @@ class AskedChat:
     chat: Chat
     built: MessageBuilder
 
-    def renamed(self, error: Refusal) -> Refusal:
-        """Converts a refusal of the chat: it then names the request's items and fields instead of the chat's."""
-        told = self.built.renamed(error.message)
-        told = _RENAMED.sub(lambda found: _SHOWN_NAMES.get(found[0], _NAMES[found[0]]), told)
-        return error.renamed(told, None if error.field is None else _NAMES.get(error.field, error.field))
+    @contextmanager
+    def naming_items(self) -> Iterator[None]:
+        """Context in which a refusal of the chat names the request's items and fields instead of the chat's."""
+        try:
+            yield
+        except Refusal as error:
+            told = self.built.renamed(error.message)
+            told = _RENAMED.sub(lambda found: _SHOWN_NAMES.get(found[0], _NAMES[found[0]]), told)
+            raise error.renamed(told, None if error.field is None else _NAMES.get(error.field, error.field)) from error
 
 
 def _as_in_chat() -> dict[str, Any]:

@@ -85,15 +85,16 @@ class ResponseTurn:
         """Items that the model reads, without the dropped ones."""
         return tuple(item for at, item in enumerate((*self.before, *self.given)) if at not in self.without)
 
-    def fit(self, service: Service) -> None:
+    async def fit(self, service: Service) -> None:
         """Drops the oldest items until prompt and `max_output_tokens` fit, if the request has `truncation="auto"`."""
+        if self.body.truncation != "auto":
+            return
         room = service.generator.max_length - (self.body.max_output_tokens or 1)
 
         def fits(without: frozenset[int]) -> bool:
             return _tokens(service, self.body.asked(self.before, self.given, without)) <= room
 
-        if self.body.truncation == "auto":
-            self.without = dropped([*self.before, *self.given], fits)
+        self.without = await asyncio.to_thread(dropped, [*self.before, *self.given], fits)
 
 
 def response_routes(service: Service, noted: set[str]) -> Iterator[Route]:
@@ -110,7 +111,7 @@ def response_routes(service: Service, noted: set[str]) -> Iterator[Route]:
 
     async def count(request: Request) -> Response:
         turn = _turn(service, await read_body(service, request, ResponseBody), request.state.api_key)
-        await asyncio.to_thread(turn.fit, service)
+        await turn.fit(service)
         number = await asyncio.to_thread(_tokens, service, turn.asked)
         return JSONResponse({"object": "response.input_tokens", "input_tokens": number})
 
@@ -259,10 +260,8 @@ def _turn(service: Service, body: ResponseBody, owner: str | None) -> ResponseTu
 
 def _tokens(service: Service, asked: AskedChat) -> int:
     """Returns the number of tokens of a chat's prompt."""
-    try:
+    with asked.naming_items():
         return service.prompt_tokens(asked.chat)
-    except Refusal as error:
-        raise asked.renamed(error) from error
 
 
 async def _respond(service: Service, request: Request, noted: set[str]) -> Response:
@@ -311,13 +310,10 @@ async def _respond(service: Service, request: Request, noted: set[str]) -> Respo
 
 
 async def _started(service: Service, turn: ResponseTurn) -> Job:
-    if turn.body.truncation == "auto":
-        await asyncio.to_thread(turn.fit, service)
+    await turn.fit(service)
     asked = turn.asked
-    try:
+    with asked.naming_items():
         return await service.start(asked.chat, turn.owner)
-    except Refusal as error:
-        raise asked.renamed(error) from error
 
 
 class _Held:

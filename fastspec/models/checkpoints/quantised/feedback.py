@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels.common.codes import Codes, CodesKind
-from fastspec.kernels.common.rounding import LARGEST, LEAST, SHRINK, short
+from fastspec.kernels.common.rounding import ENDS, LARGEST, LEAST, SHRINK, short
 
 # share of the mean of the moment's diagonal that is added to the diagonal: moments of few inputs are nearly singular
 _DAMPING = 0.01
-_LOW, _HIGH = -8, 7
+_LOW, _HIGH = ENDS["int4"]
 
 
 def rounded_with_feedback(values: Tensor, kind: CodesKind, moment: Tensor) -> Codes:
