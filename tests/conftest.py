@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
+from types import ModuleType
 
 import pytest
 import torch
@@ -69,3 +72,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, and CUDA where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def modules_are_not_doubled() -> Iterator[None]:
+    """A file's tests leave one module of each name: a second one would make tests depend on their order."""
+    yield
+    for name, module in list(sys.modules.items()):
+        package, _, leaf = name.rpartition(".")
+        if package.startswith("fastspec"):
+            found = getattr(sys.modules[package], leaf, None)
+            assert found is module or not isinstance(found, ModuleType), f"{name} was imported twice"
