@@ -32,6 +32,7 @@ from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
 from fastspec.engine.explain import explain
 from fastspec.engine.memory import MemoryPlan, release_unused
+from fastspec.engine.reachable import code_layouts
 from fastspec.engine.settings import announce
 from fastspec.engine.sleep import Asleep, lay_down, models_of
 from fastspec.engine.warmup import compilers_for, filling, warm_up_for
@@ -645,9 +646,15 @@ class FastSpecGenerator(OfOneProcess):
             engine = scheduler.engine
             engine.runner.wait_for_caller()
             self._half.add(model)
+            layouts = code_layouts([engine.modules])
             with self._ranks.guarded("updating weights"), engine.runner.on_stream():
                 update.copy()
                 engine.finish()
+            _, moved = self._ranks.agreed(
+                lambda: code_layouts([engine.modules]) != layouts, lambda made: {}, lambda made: made
+            )
+            if any(moved):  # ranks capture together
+                engine.capture_again(engine.runner.release())
             scheduler.forget_prompts()
             self._half.discard(model)
             if model == "target":

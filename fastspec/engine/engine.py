@@ -14,7 +14,7 @@ from fastspec.engine.pass_sizes import PassSizes
 from fastspec.engine.prompt_passes import PromptPasses
 from fastspec.engine.step_shapes import StepShapes
 from fastspec.engine.threads import Threads
-from fastspec.graphs.keys import StepKey
+from fastspec.graphs.keys import PromptKey, StepKey
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner
 from fastspec.kv_cache.pages import PageTable
@@ -132,6 +132,20 @@ class Engine:
     def capture(self, rows: int, shape: StepShape) -> None:
         """Captures a decode step over the first `rows` batch slots as a CUDA graph, so that it can be launched."""
         self.runner.capture(StepKey(rows, shape), self._body(rows, shape), lambda: self.idle(rows))
+
+    def capture_again(self, keys: Iterable[Hashable]) -> None:
+        """Captures decode steps and prefill passes whose CUDA graphs were deleted.
+
+        Args:
+            keys: keys of the graphs, from `Runner.release`.
+        """
+        known = list(keys)
+        with self.on_device():
+            for key in known:
+                if isinstance(key, StepKey):
+                    self.capture(key.rows, key.shape)
+            if any(isinstance(key, PromptKey) for key in known):
+                self.prompts.capture()
 
     def compile(
         self,

@@ -13,12 +13,10 @@ another address, so CUDA graphs are deleted, and captured again. Contents are tr
 from __future__ import annotations
 
 import ctypes
-import gc
 import mmap
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -26,15 +24,13 @@ from torch import Tensor
 
 from fastspec.engine.engine import Engine
 from fastspec.engine.memory import release_unused
-from fastspec.graphs.keys import PromptKey, StepKey
+from fastspec.engine.reachable import reachable, storages
 from fastspec.kernels.cpu.blocked import Blocked
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.states import StateCache
 from fastspec.models.hosted.model import HostedModel
 
 _SMALL = 2**16  # bytes; smaller storages stay
-_PACKAGES = ("fastspec", "builtins", "collections", "functools", "torch", "transformers")
-_LEAVES = (str, bytes, int, float, type, ModuleType, BuiltinFunctionType)
 
 
 @dataclass(slots=True)
@@ -84,12 +80,7 @@ class Asleep:
 
     def recapture(self, engine: Engine) -> None:
         """Captures all decode steps and prefill passes again that were captured before the engine slept."""
-        steps = [key for key in self._steps if isinstance(key, StepKey)]
-        with engine.on_device():
-            for key in steps:
-                engine.capture(key.rows, key.shape)
-            if any(isinstance(key, PromptKey) for key in self._steps):
-                engine.prompts.capture()
+        engine.capture_again(self._steps)
 
 
 def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[Any]) -> Asleep:
@@ -105,13 +96,13 @@ def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[
     engine.finish()
     asleep = Asleep(level, _steps=engine.runner.release())
     # the host reads the ring without a call of torch, so it stays
-    stays = {*_storages(kept), *_storages([engine.ring])}
+    stays = {*storages(kept), *storages([engine.ring])}
     roots = [engine.modules, engine.state, engine.prompts, engine.texts, engine.prefix_states]
-    objects = list(_reachable(roots))
-    caches = _storages(_caches(objects))
-    weights = _storages(dropped)
+    objects = list(reachable(roots))
+    caches = storages(_caches(objects))
+    weights = storages(dropped)
     with engine.on_device():
-        for key, storage in {**_storages(roots, objects), **weights}.items():
+        for key, storage in {**storages(roots, objects), **weights}.items():
             if key in stays or storage.nbytes() < _SMALL or storage.device != device:
                 continue
             asleep.freed += storage.nbytes()
@@ -129,7 +120,7 @@ def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[
             torch.cuda.synchronize(device)
         for storage, _ in asleep._emptied:
             storage.resize_(0)
-    for each in _reachable(dropped):
+    for each in reachable(dropped):
         if isinstance(each, Blocked):
             asleep.freed += each.nbytes
             each.empty()
@@ -139,14 +130,14 @@ def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[
 
 def models_of(engine: Engine) -> list[Any]:
     """Returns the modules and weights of an engine's hosted models."""
-    objects = _reachable([engine.modules])
+    objects = reachable([engine.modules])
     return [part for each in objects if isinstance(each, HostedModel) for part in (each.module, each.weights)]
 
 
 def held_bytes(engine: Engine, *others: Any) -> int:
     """Returns the bytes of all tensors that an engine and `others` hold, on the engine's device."""
     device = engine.state.lengths.device
-    found = _storages([engine, *others]).values()
+    found = storages([engine, *others]).values()
     return sum(each.nbytes() for each in found if each.device == device)
 
 
@@ -165,44 +156,6 @@ def _caches(objects: Iterable[object]) -> list[Tensor]:
         elif isinstance(each, HostedModel):
             found += [*each.keys, *each.values]
     return found
-
-
-def _storages(roots: Sequence[Any], objects: Iterable[object] | None = None) -> dict[int, torch.UntypedStorage]:
-    """Returns {address of the storage object: storage} for all tensors that can be reached from `roots`.
-
-    Args:
-        roots: objects that hold tensors.
-        objects: result of `_reachable(roots)`. None: it is computed.
-    """
-    found: dict[int, torch.UntypedStorage] = {}
-    for each in _reachable(roots) if objects is None else objects:
-        if isinstance(each, Tensor) and each.layout is torch.strided and not each.is_meta:
-            storage = each.untyped_storage()
-            found[storage._cdata] = storage
-    return found
-
-
-def _reachable(roots: Sequence[Any]) -> Iterator[object]:
-    """Yields the objects that can be reached from `roots` by references.
-
-    Objects of most other packages are left out, for example a user's own proposer. So are objects that only these
-    refer to.
-    """
-    seen: set[int] = set()
-    waiting: list[Any] = list(roots)
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen or isinstance(each, _LEAVES):
-            continue
-        seen.add(id(each))
-        if isinstance(each, FunctionType):  # not its globals
-            waiting += each.__closure__ or ()
-        elif isinstance(each, MethodType):
-            waiting.append(each.__self__)
-        elif type(each).__module__.partition(".")[0] in _PACKAGES:
-            yield each
-            if not isinstance(each, Tensor):
-                waiting += gc.get_referents(each)
 
 
 def _give_pages_back(storage: torch.UntypedStorage) -> None:

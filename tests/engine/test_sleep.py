@@ -11,6 +11,7 @@ import torch
 
 from fastspec import CheckpointError, FastSpecGenerator, NGram, Suffix, UnsupportedOption, demo_pair
 from fastspec.engine import sleep as sleeping
+from fastspec.engine.reachable import reachable, storages
 from fastspec.engine.sleep import Asleep, held_bytes
 from fastspec.kernels.cpu.blocked import Blocked
 from tests.engine.test_update_weights import OPTIONS, fresh, result, tensors_of
@@ -85,13 +86,13 @@ def test_results_are_the_same_after_sleep(kind: str, tmp_path: Path) -> None:
 def contents(gen: FastSpecGenerator) -> dict[int, torch.Tensor]:
     """Bytes of every storage of the engine but its ring. Those of K, V and states must be zero after `wake`."""
     engine = gen._loop.engine
-    ring, caches = (sleeping._storages(each) for each in ([engine.ring], sleeping._caches(reachable(engine))))
-    held = {key: each for key, each in sleeping._storages([engine]).items() if key not in ring}
+    ring, caches = (storages(each) for each in ([engine.ring], sleeping._caches(objects_of(engine))))
+    held = {key: each for key, each in storages([engine]).items() if key not in ring}
     return {key: sleeping._bytes(each).clone() * (key not in caches) for key, each in held.items()}
 
 
-def reachable(engine: Any) -> list[object]:
-    return list(sleeping._reachable([engine.modules]))
+def objects_of(engine: Any) -> list[object]:
+    return list(reachable([engine.modules]))
 
 
 @pytest.mark.parametrize("fault", [None, "_saved", "_zeroed"])
@@ -111,7 +112,7 @@ def test_every_byte_is_what_it_was(fault: str | None, gen: FastSpecGenerator, mo
     gen.sleep()
     gen.wake()
     engine = gen._loop.engine
-    after = {key: sleeping._bytes(each) for key, each in sleeping._storages([engine]).items() if key in before}
+    after = {key: sleeping._bytes(each) for key, each in storages([engine]).items() if key in before}
     assert len(after) == len(before) > 20
     assert all(torch.equal(after[key], before[key]) for key in before) == (fault is None)
 
@@ -120,7 +121,7 @@ def test_what_is_freed_is_what_the_plan_says() -> None:
     with FastSpecGenerator(*demo_pair(), max_length=512, max_batch_size=4, progress=False) as gen:
         engine, plan = gen._loop.engine, gen.memory_plan
         weights = [each.weights for each in gen._weights.values()]
-        blocked = sum(each.nbytes for each in sleeping._reachable(weights) if isinstance(each, Blocked))
+        blocked = sum(each.nbytes for each in reachable(weights) if isinstance(each, Blocked))
         caches = plan.target_cache + plan.draft_cache
         held = held_bytes(engine)
         freed = gen.sleep(1)
@@ -128,7 +129,7 @@ def test_what_is_freed_is_what_the_plan_says() -> None:
         gen.wake()
         assert held_bytes(engine) == held
         assert gen.sleep(2) >= 0.95 * (freed + blocked)  # the plan counts fp32, and most of these are fp16
-        assert not sum(each.way is not None for each in sleeping._reachable(weights) if isinstance(each, Blocked))
+        assert not sum(each.way is not None for each in reachable(weights) if isinstance(each, Blocked))
         assert blocked > 0
 
 

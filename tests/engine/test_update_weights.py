@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption
+from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption, generator
+from fastspec.engine.engine import Engine
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.checkpoints.weight_loader import Loader
 from fastspec.output import GenerateOutput
@@ -149,6 +150,36 @@ def test_targets_that_are_stored_quantised(two: tuple[Path, Path], tmp_path: Pat
         assert result(gen) == before
         gen.update_weights(tmp_path / "new")
         assert result(gen) == fresh(tmp_path / "new") != before
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_steps_are_captured_again_only_if_codes_have_another_layout(
+    moves: bool, gen: FastSpecGenerator, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts, again = iter([{1: ("int8",)}, {1: ("off8" if moves else "int8",)}]), list[Any]()
+    monkeypatch.setattr(generator, "code_layouts", lambda roots: next(layouts))
+    monkeypatch.setattr(Engine, "capture_again", lambda self, keys: again.append(keys))
+    gen.update_weights(two[1])
+    assert again == ([[]] if moves else [])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [False, True], ids=["same form", "other form"])
+def test_codes_that_captured_steps_read(symmetric: bool, tmp_path: Path) -> None:
+    """Zero points move where only one of two checkpoints has them."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    for place, seed, alike in (("old", 0, False), ("new", 5, symmetric)):
+        made = make_checkpoint(tmp_path / f"{place} values", "llama2", seed=seed, **sizes)
+        config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": alike}
+        quantised.write(made, tmp_path / place, config, quantised.gptq(4, 32, symmetric=alike, v2=False))
+    more = {"dtype": "bfloat16", "device": "cuda"}
+    with FastSpecGenerator(tmp_path / "old", proposer=NGram(), **OPTIONS | more) as gen:
+        before = result(gen)
+        for _ in range(2):  # the second time captured steps have run with new values
+            gen.update_weights(tmp_path / "new")
+            assert result(gen) == fresh(tmp_path / "new", **more) != before
+            gen.update_weights(tmp_path / "old")
+            assert result(gen) == before
 
 
 def test_a_draft_model(two: tuple[Path, Path]) -> None:

@@ -125,6 +125,15 @@ class PackedCodes:
         """Bytes of device memory."""
         return sum(each.nbytes for each in (self.words, self.factors, self.scales, self.zeros) if each is not None)
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What kernels that a CUDA graph has captured know of this matrix: the form of the codes, dtypes and addresses.
+
+        `fill` changes it only if the new values do not fit the present form.
+        """
+        parts = (self.words, self.factors, self.scales, self.zeros)
+        return self.form, *(None if each is None else (each.dtype, each.data_ptr()) for each in parts)
+
     def fill(self, codes: Codes) -> None:
         """Packs the quantised matrix `codes` into this one. Computes on the device of `codes`.
 
@@ -210,9 +219,12 @@ class PackedCodes:
         if self.scales.dtype != pairs.dtype:  # allocated for fp16, which cannot hold these scales exactly
             self.scales = torch.empty_like(pairs, memory_format=torch.contiguous_format)
         self.scales.copy_(pairs)
-        self.zeros = None
-        if zeros is not None and bool((zeros != 8).any()):
+        if zeros is None or not bool((zeros != 8).any()):
+            self.zeros = None
+        elif self.zeros is None:
             self.zeros = _pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1)
+        else:  # captured kernels know its address
+            self.zeros.copy_(_pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1))
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix [N, K] in the checkpoint's order of rows, computed in fp32 and rounded once to `dtype`."""

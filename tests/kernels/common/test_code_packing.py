@@ -28,6 +28,27 @@ def test_what_was_packed_comes_back(name: str, gated: bool, monkeypatch: pytest.
         assert torch.equal(weight.embed(ids), weight.unpack()[ids])
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_new_values_of_the_same_kind_lie_where_the_old_ones_did(name: str) -> None:
+    """CUDA graphs that were captured before an update read them there."""
+    weight, other = stored(random_codes(name, 64, 256)), random_codes(name, 64, 256, seed=1)
+    assert weight.codes is not None
+    before = weight.codes.layout
+    weight.fill_codes(other)
+    assert weight.codes.layout == before
+    assert torch.equal(weight.unpack(), stored(other).unpack())
+
+
+@pytest.mark.parametrize(("old", "new"), [("int8", "int8 with -128"), ("int4 zeros", "int4"), ("int4", "int4 zeros")])
+def test_values_that_need_another_form_have_another_layout(old: str, new: str) -> None:
+    weight, other = stored(random_codes(old, 64, 256)), random_codes(new, 64, 256)
+    assert weight.codes is not None
+    before = weight.codes.layout
+    weight.fill_codes(other)
+    assert weight.codes.layout != before
+    assert torch.equal(weight.unpack(), stored(other).unpack())
+
+
 def test_every_bit_of_a_half_belongs_to_one_code() -> None:
     for form, fields in FIELDS.items():
         bits = [place + bit for code in fields for _, count, place in code for bit in range(count)]
