@@ -32,22 +32,20 @@ from fastspec.engine.build import build
 from fastspec.engine.engine import Engine
 from fastspec.engine.explain import explain
 from fastspec.engine.memory import MemoryPlan, release_unused
-from fastspec.engine.reachable import code_layouts
 from fastspec.engine.settings import announce
 from fastspec.engine.sleep import Asleep, lay_down, models_of
 from fastspec.engine.warmup import compilers_for, filling, warm_up_for
+from fastspec.engine.weight_updates import ModelWeights, Update, by_role, checked, restored
 from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
+from fastspec.graphs.addresses import code_layouts
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
 from fastspec.inputs.scored import ScoreInputs, ScoreMode, ScoreOptions, read_scored
 from fastspec.inputs.table import GenerateOptions
 from fastspec.inputs.values import id_sequences
-from fastspec.models.checkpoints.decoder_weights import PendingWeights
 from fastspec.models.checkpoints.resolve import load_tokenizer
-from fastspec.models.checkpoints.updates import NewWeights, WeightUpdate, checked_update, own_update
-from fastspec.models.heads.updates import checked_head_update
+from fastspec.models.checkpoints.updates import NewWeights
 from fastspec.models.heads.weights import PendingHead
-from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.vocab import SharedVocab, shared_vocab
 from fastspec.output import GenerateOutput, ScoreOutput, Stats
 from fastspec.proposers.interface import Proposer
@@ -215,7 +213,7 @@ class FastSpecGenerator(OfOneProcess):
                 self._settings, self._target, self._draft, shared_vocab=self._shared_vocab, ranks=ranks
             )
             self._trial = trial_of(self._draft, layout.draft_dtype, released=release_source, ranks=ranks.size)
-            self._weights = {each.checkpoint.role: each for each in weights if isinstance(each, PendingWeights)}
+            self._weights = by_role(weights)
             self._head = next((each for each in weights if isinstance(each, PendingHead)), None)
             self._asleep: Asleep | None = None
             self._updates = 0
@@ -611,9 +609,10 @@ class FastSpecGenerator(OfOneProcess):
 
         Args:
             values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
-                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. All
-                pairs are read before anything changes. Instead of a tensor, a pair may hold the result of
-                `torch.multiprocessing.reductions.reduce_tensor` in another process (CUDA IPC).
+                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. A part
+                of a hosted model has the names of transformers' module. All pairs are read before anything changes.
+                Instead of a tensor, a pair may hold the result of `torch.multiprocessing.reductions.reduce_tensor` in
+                another process (CUDA IPC).
             model: "target", or "draft" for a draft model or a learned drafter. A learned drafter needs all its tensors,
                 by the names of its checkpoint. MTP layers use the names of the target's checkpoint.
             version: name of the target's new weights, for `Stats.weight_version`. None: the number of updates that the
@@ -621,7 +620,8 @@ class FastSpecGenerator(OfOneProcess):
 
         Raises:
             CheckpointError: the model has no tensor of that name, shape or dtype. Nothing has changed.
-            UnsupportedOption: the model is hosted, or a head with draft_vocab, or another rank was given other names.
+            UnsupportedOption: the draft is a head with draft_vocab, a hosted model that is stored quantised was given
+                single tensors, or another rank was given other names.
             ValueError: `model` is neither of the two, or a version was given for the draft.
             RuntimeError: a call or a handle is running, or the generator is closed.
         """
@@ -629,12 +629,9 @@ class FastSpecGenerator(OfOneProcess):
         self._check_awake()
         weights = self._updatable(model, version)
 
-        def make() -> WeightUpdate:
+        def make() -> Update:
             """Checks the new values."""
-            if isinstance(weights, PendingHead):
-                update = checked_head_update(values, weights)
-            else:
-                update = checked_update(values, weights)
+            update = checked(values, weights)
             if model in self._half and not update.whole:
                 raise RuntimeError(f"{self._half_changed()}; this update holds a part of them")
             return update
@@ -663,7 +660,7 @@ class FastSpecGenerator(OfOneProcess):
         if model == "draft" and self._trial is not None:
             self._trial.forgo("not tried: the draft's weights were updated")
 
-    def _updatable(self, model: str, version: object) -> PendingWeights | PendingHead:
+    def _updatable(self, model: str, version: object) -> ModelWeights | PendingHead:
         """Returns the weights of a model that `update_weights` may change. Raises an error if there are none."""
         if model not in ("target", "draft"):
             raise ValueError(f"model must be 'target' or 'draft', got {model!r}")
@@ -675,14 +672,14 @@ class FastSpecGenerator(OfOneProcess):
         if model == "draft" and self._head is not None:
             return self._head
         swapped = self._trial is not None and self._trial.draft.rounded != getattr(checkpoint, "rounded", None)
-        if model not in self._weights or (model == "draft" and swapped):
-            why = "calibrate() loaded it again" if model in self._weights else "it is hosted"
+        if model == "draft" and swapped:
             raise UnsupportedOption(
-                f"the {model} {checkpoint.name} is not updated in place, because {why}; make a new generator"
+                f"the {model} {checkpoint.name} is not updated in place, because calibrate() loaded it again; make a "
+                "new generator"
             )
         return self._weights[model]
 
-    def _own_weights(self) -> dict[str, PendingWeights]:
+    def _own_weights(self) -> dict[str, ModelWeights]:
         """Returns {"target" or "draft": its weights} for the models whose weights can be loaded again."""
         swapped = self._trial is not None and self._trial.draft.rounded != getattr(self._draft, "rounded", None)
         return {model: each for model, each in self._weights.items() if model == "target" or not swapped}
@@ -708,7 +705,7 @@ class FastSpecGenerator(OfOneProcess):
 
         Raises:
             ValueError: the level is neither 1 nor 2.
-            UnsupportedOption: several processes share the model, or level 2 with a hosted model.
+            UnsupportedOption: several processes share the model.
             RuntimeError: a call or a handle is running, or the generator is closed or asleep.
         """
         if level not in (1, 2):
@@ -718,15 +715,11 @@ class FastSpecGenerator(OfOneProcess):
                 f"sleep is not supported for a model that {self._ranks.size} processes share; close() the generators"
             )
         loop = self._open()
-        hosted = [each.name for each in (self._target, self._draft) if each and isinstance(each.spec, HostedInfo)]
-        if hosted and level == 2:
-            raise UnsupportedOption(f"{hosted[0]} is hosted, and its weights cannot be loaded again; use sleep(1)")
         with loop.alone() as scheduler:
             scheduler.forget_prompts()
-            own = self._own_weights()
-            dropped = [each.weights for each in own.values()] if level == 2 else []
-            kept = [] if level == 2 else [*own.values(), self._head, *models_of(scheduler.engine)]
-            self._asleep = lay_down(scheduler.engine, level, kept, dropped)
+            own = [each.weights for each in self._own_weights().values()]
+            kept = [*own, self._head, *models_of(scheduler.engine)] if level == 1 else []
+            self._asleep = lay_down(scheduler.engine, level, kept, own if level == 2 else [])
         return self._asleep.freed
 
     @shielded()
@@ -774,7 +767,7 @@ class FastSpecGenerator(OfOneProcess):
                 scheduler.weight_version = made if version is None else version
             asleep.recapture(engine)
 
-    def _reloading(self, model: str, pending: PendingWeights, values: NewWeights | None) -> WeightUpdate:
+    def _reloading(self, model: str, pending: ModelWeights, values: NewWeights | None) -> Update:
         """Returns an update of all weights of a model, whose tensors have been checked.
 
         Args:
@@ -782,7 +775,7 @@ class FastSpecGenerator(OfOneProcess):
             pending: present weights of the model.
             values: the new values. None: those of the model's checkpoint.
         """
-        update = own_update(pending) if values is None else checked_update(values, pending)
+        update = restored(pending) if values is None else checked(values, pending)
         if not update.whole:
             raise ValueError(f"wake(weights) holds a part of the {model}'s tensors; after sleep(2) give all of them")
         return update

@@ -44,6 +44,7 @@ from fastspec.models.hosted.admission import admit, admit_streams
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
+from fastspec.models.hosted.updates import HostedWeights
 from fastspec.models.interface import CausalModel, Pending, is_recurrent, states_of
 from fastspec.models.layer_table import DecoderWeights
 from fastspec.models.parallel import ParallelDecoder
@@ -307,8 +308,7 @@ class _Models:
     def model(self, checkpoint: Checkpoint, dtype: torch.dtype) -> CausalModel:
         """Makes the model of a checkpoint, and allocates its KV cache.
 
-        Weights of native models are added to `pending`. A hosted model, which runs code of another package, is loaded
-        at once.
+        Weights are added to `pending`. Those of a hosted model, which runs code of another package, are loaded at once.
         """
         made = self._hosted(checkpoint, dtype) if _hosted(checkpoint) else self._native(checkpoint, dtype)
         self.models.append(made)
@@ -363,6 +363,7 @@ class _Models:
         if exchange is not None:
             self._ranks.world.wait_for_all()
         admit(model, checkpoint.name, settings.decode_tiling, self._sizes["max_queries"])
+        self.pending.append(HostedWeights(checkpoint, model, **where))
         return model
 
     def _native(self, checkpoint: Checkpoint, dtype: torch.dtype) -> Decoder:

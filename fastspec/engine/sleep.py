@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fastspec.engine.engine import Engine
 from fastspec.engine.memory import release_unused
-from fastspec.engine.reachable import reachable, storages
+from fastspec.graphs.addresses import reachable, storages
 from fastspec.kernels.cpu.blocked import Blocked
 from fastspec.kv_cache.cache import PagedKVCache
 from fastspec.kv_cache.states import StateCache

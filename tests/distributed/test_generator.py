@@ -10,7 +10,7 @@ import pytest
 from fastspec import FastSpecGenerator
 from tests.distributed import tasks
 from tests.distributed.conftest import SIZES
-from tests.helpers import quantised
+from tests.helpers import hosted, quantised
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.rank_processes import Processes, Rank
 
@@ -68,6 +68,19 @@ def test_new_weights_are_cut_by_each_rank(pair: Pair, new: str, two: Processes) 
     assert two.run(tasks.texts, "updated", CALLS[:2]) == [before, before]
     assert two.run(tasks.updated, "updated", new) == [None, None]
     assert two.run(tasks.texts, "updated", CALLS[:2]) == [want, want]
+    assert want != before
+
+
+def test_new_weights_of_a_hosted_model_are_cut(two: Processes, tmp_path: Path) -> None:
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    for seed, path in enumerate((old, new)):
+        hosted.make_model("cohere", seed=seed, vocab_size=128).save_pretrained(path)
+    options = {"pair": (old, None)}
+    before, want = one(options, CALLS[:1]), one({"pair": (new, None)}, CALLS[:1])
+    two.run(tasks.open_generator, "hosted", {**options, "tensor_parallel": 2})
+    assert two.run(tasks.texts, "hosted", CALLS[:1]) == [before, before]
+    two.run(tasks.updated, "hosted", new)
+    assert two.run(tasks.texts, "hosted", CALLS[:1]) == [want, want]
     assert want != before
 
 

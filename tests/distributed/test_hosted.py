@@ -147,7 +147,7 @@ def test_as_many_types_are_cut_as_the_guide_says() -> None:
         assert all(torch.equal(found, alone) for found in logits_on(checkpoint, 2)), name
         fine.append(name)
     guide = (PAGE.parent / "guides" / "several-gpus.md").read_text()
-    assert f"Of the {len(hosted)} hosted types in\n[the list](../models.md) {len(fine)} are cut so" in guide, fine
+    assert f"{len(fine)} of the {len(hosted)} hosted types in [the list](../models.md) can be split" in guide, fine
 
 
 @pytest.mark.slow

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fastspec import CheckpointError, FastSpecGenerator, NGram, Suffix, UnsupportedOption, demo_pair
+from fastspec import CheckpointError, FastSpecGenerator, NGram, Suffix, demo_pair
 from fastspec.engine import sleep as sleeping
-from fastspec.engine.reachable import reachable, storages
 from fastspec.engine.sleep import Asleep, held_bytes
+from fastspec.graphs.addresses import reachable, storages
 from fastspec.kernels.cpu.blocked import Blocked
 from tests.engine.test_update_weights import OPTIONS, fresh, result, tensors_of
 from tests.helpers import families, hosted, hybrid
@@ -187,15 +187,26 @@ def test_a_loaded_model_needs_new_weights() -> None:
         assert result(gen) == before
 
 
-def test_a_hosted_model_keeps_its_weights() -> None:
-    with FastSpecGenerator(hosted.make_model(next(iter(hosted.MODELS))), proposer=NGram(), **OPTIONS) as gen:
-        before = result(gen, 60)
-        with pytest.raises(
-            UnsupportedOption, match=r"is hosted, and its weights cannot be loaded again; use sleep\(1\)"
-        ):
-            gen.sleep(2)
-        gen.sleep(1)
-        gen.wake()
+@pytest.mark.parametrize("name", ["gpt2", "deepseek_v3"])
+def test_a_hosted_model(name: str, tmp_path: Path) -> None:
+    for place, seed in (("old", 0), ("new", 1)):
+        hosted.make_model(name, seed=seed).save_pretrained(tmp_path / place)
+    with FastSpecGenerator(tmp_path / "old", proposer=NGram(), **OPTIONS) as gen:
+        before, freed = result(gen, 60), []
+        for level in (1, 2):
+            freed.append(gen.sleep(level))
+            gen.wake()
+            assert result(gen, 60) == before
+        assert freed[1] > freed[0] > 0
+        gen.sleep(2)
+        gen.wake(hosted.make_model(name, seed=1).state_dict())
+        with FastSpecGenerator(tmp_path / "new", proposer=NGram(), **OPTIONS) as other:
+            assert result(gen, 60) == result(other, 60) != before
+    with FastSpecGenerator(hosted.make_model(name), proposer=NGram(), **OPTIONS) as gen:
+        gen.sleep(2)
+        with pytest.raises(ValueError, match="was a loaded model, and has no file to read again"):
+            gen.wake()
+        gen.wake(hosted.make_model(name))
         assert result(gen, 60) == before
 
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, UnsupportedOption, generator
+from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel, generator
 from fastspec.engine.engine import Engine
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.checkpoints.weight_loader import Loader
 from fastspec.output import GenerateOutput
-from tests.helpers import families, hosted, hybrid, quantised
+from tests.helpers import families, hybrid, quantised
 from tests.helpers.checkpoints import make_checkpoint, make_model
 from tests.helpers.heads import LAYERS, eagle3_tensors, write_speculators
 from tests.helpers.mtp import write_target
@@ -416,9 +416,3 @@ def test_what_is_not_updated_is_named(two: tuple[Path, Path], gen: FastSpecGener
         gen.update_weights(two[1], model="draft")
     with pytest.raises(ValueError, match="version=3 is of the target's weights"):
         gen.update_weights(two[1], model="draft", version=3)
-    model = hosted.make_model(next(iter(hosted.MODELS)))
-    with (
-        FastSpecGenerator(model, **OPTIONS) as other,
-        pytest.raises(UnsupportedOption, match="is not updated in place, because it is hosted"),
-    ):
-        other.update_weights(model)

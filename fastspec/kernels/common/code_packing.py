@@ -127,9 +127,9 @@ class PackedCodes:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What kernels that a CUDA graph has captured know of this matrix: the form of the codes, dtypes and addresses.
+        """Form of the codes, dtypes and addresses. Kernels in a CUDA graph were captured for them.
 
-        `fill` changes it only if the new values do not fit the present form.
+        `fill` changes the layout only if the new values do not fit the present form.
         """
         parts = (self.words, self.factors, self.scales, self.zeros)
         return self.form, *(None if each is None else (each.dtype, each.data_ptr()) for each in parts)
@@ -216,15 +216,19 @@ class PackedCodes:
             pairs = _pairs(scales, gated).view(torch.int64).squeeze(-1)
             pairs = pairs[:, :, :1] if self.kind.block[0] > 1 else pairs
         assert self.scales is not None
-        if self.scales.dtype != pairs.dtype:  # allocated for fp16, which cannot hold these scales exactly
-            self.scales = torch.empty_like(pairs, memory_format=torch.contiguous_format)
-        self.scales.copy_(pairs)
+        self.scales = _in_place(self.scales, pairs)
         if zeros is None or not bool((zeros != 8).any()):
             self.zeros = None
-        elif self.zeros is None:
-            self.zeros = _pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1)
-        else:  # captured kernels know its address
-            self.zeros.copy_(_pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1))
+        else:
+            self.zeros = _in_place(self.zeros, _pairs(zeros.bfloat16(), gated).view(torch.int32).squeeze(-1))
+
+    def copy_from(self, other: PackedCodes) -> None:
+        """Copies another matrix of the same shape and kind."""
+        self.form = other.form
+        self.words.copy_(other.words)
+        self.factors.copy_(other.factors)
+        self.scales = None if other.scales is None else _in_place(self.scales, other.scales)
+        self.zeros = None if other.zeros is None else _in_place(self.zeros, other.zeros)
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
         """Returns the matrix [N, K] in the checkpoint's order of rows, computed in fp32 and rounded once to `dtype`."""
@@ -258,6 +262,16 @@ class PackedCodes:
             found = self.scales[tile, :, row].view(torch.bfloat16).transpose(-1, -2)  # [n, K/128, 4, T]
             return found.reshape(len(tile), -1).float() * 2.0**-FP4_RAISED
         return _of_pairs(self.scales, torch.float16 if self.scales.dtype == torch.int32 else torch.float32, tile, row)
+
+
+def _in_place(old: Tensor | None, new: Tensor) -> Tensor:
+    """Copies `new` to `old`, whose address captured kernels know, and returns `old`.
+
+    Returns `new` itself if `old` is None or has another dtype.
+    """
+    if old is None or old.dtype != new.dtype:
+        return new.contiguous()
+    return old.copy_(new)
 
 
 def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:

@@ -153,6 +153,19 @@ class Weight:
         else:
             self.data.copy_(rows)
 
+    def copy_from(self, other: Weight) -> None:
+        """Copies a weight with the same shape and the same kind of codes, if any. The format may be another.
+
+        Raises:
+            ValueError: only one of the two is quantised.
+        """
+        if (self.codes is None) != (other.codes is None):
+            raise ValueError(f"a weight in {other.format} cannot be copied to one in {self.format}")
+        if self.codes is not None and other.codes is not None:
+            self.codes.copy_from(other.codes)
+        else:
+            self.fill(other.unpack())
+
     @property
     def shape(self) -> tuple[int, int]:
         """Size of the matrix, (N, K), in every format."""

@@ -72,14 +72,15 @@ def load_hosted(
             raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
+        values = stored_values(checkpoint.directory, info, dtype, codes)
         with _bars(progress):
-            source, release = _read(checkpoint.directory, info, dtype, checkpoint.name, codes), True
+            source, release = read_module(values or checkpoint.directory, info, dtype, checkpoint.name), True
     shell = part_shell(info)
     if info.cut is not None:
         model.wanted, model.rounded = _whole_pass(source, info), checkpoint.rounded is not None
     with torch.no_grad(), nullcontext() if codes is None else codes.tensors.open():
         rounding = {name: kind for name, (_, kind) in rounding_of(checkpoint, shell).items()}
-        _Filler(model, shell, source, dtype, device, release, codes, rounding).fill()
+        Filler(model, shell, source, dtype, device, release, codes, rounding).fill()
     model.host(shell)
 
 
@@ -96,21 +97,45 @@ def _bars(shown: bool) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, codes: ProductCodes | None) -> nn.Module:
-    """Loads the model with transformers, on the CPU. Runs no code of the checkpoint, and reads no pickle.
+def stored_values(
+    directory: Path, info: HostedInfo, dtype: torch.dtype, codes: ProductCodes | None
+) -> dict[str, Tensor] | None:
+    """Reads the tensors of a checkpoint that transformers cannot read itself, by the names of its module.
 
     Args:
         directory: local directory of the checkpoint.
         info: the model.
+        dtype: dtype to which quantised weights are dequantised.
+        codes: quantised weights of the checkpoint. None: the checkpoint is not quantised.
+
+    Returns:
+        Name -> tensor. None: transformers can read the directory itself.
+    """
+    if codes is not None:
+        return codes.values(dtype)
+    return text_values(directory) if info.whole else None
+
+
+def read_module(
+    source: Path | dict[str, Tensor], info: HostedInfo, dtype: torch.dtype, name: str, *, exact: bool = False
+) -> nn.Module:
+    """Makes transformers' module of a model with weights, on the CPU. Runs no code of the checkpoint, reads no pickle.
+
+    Args:
+        source: local directory of the checkpoint, or its tensors by name.
+        info: the model.
         dtype: dtype of the weights.
         name: name of the checkpoint, for messages.
-        codes: quantised weights of the checkpoint. None: the checkpoint is not quantised.
+        exact: True to refuse tensors that the model does not have. False: they are named in a warning.
+
+    Raises:
+        CheckpointError: the tensors do not match the config.
     """
-    values = codes.values(dtype) if codes is not None else text_values(directory) if info.whole else None
+    values = None if isinstance(source, Path) else source
     try:
         with MAKING:
             module, told = info.kind.from_pretrained(
-                str(directory) if values is None else None,
+                str(source) if values is None else None,
                 state_dict=values,
                 config=copy.deepcopy(info.config),
                 dtype=dtype,
@@ -122,7 +147,7 @@ def _read(directory: Path, info: HostedInfo, dtype: torch.dtype, name: str, code
             )
     except (OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         raise CheckpointError(f"{name}: transformers cannot load it: {error}; download it again") from error
-    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs", *("unexpected_keys",) * exact):
         if found := sorted(map(str, told.get(kind) or ())):
             raise CheckpointError(f"{name}: {kind}: {', '.join(found[:3])}; is it the config of these weights?")
     if others := sorted(told.get("unexpected_keys") or ()):
@@ -150,7 +175,7 @@ def _whole_pass(source: Any, info: HostedInfo) -> Tensor:
 
 
 @dataclass
-class _Filler:
+class Filler:
     """Moves the values of `source` to `shell`, a model of the same class on the meta device.
 
     Attributes:
@@ -328,10 +353,13 @@ class _Filler:
         for parameter in made:  # only now, because sizes of one parameter determine how others are split
             self._released(parameter)
         for name, buffer in like._buffers.items():
-            part._buffers[name] = None if buffer is None else buffer.detach().to(self.device, copy=True)
+            part._buffers[name] = None if buffer is None else self._as_it_is(buffer)
         for name, value in vars(like).items():
             if isinstance(value, Tensor):
-                setattr(part, name, value.detach().to(self.device, copy=True))
+                setattr(part, name, self._as_it_is(value))
+
+    def _as_it_is(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, copy=True)
 
     def _released(self, parameter: Tensor) -> None:
         if self.release:

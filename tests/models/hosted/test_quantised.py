@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fastspec import FastSpecGenerator
-from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.code_packing import can_pack_codes
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.ops import TORCH_OPS
@@ -25,6 +25,7 @@ from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.swaps import Product, is_product
+from fastspec.models.hosted.updates import HostedWeights, checked_hosted_update
 from tests.helpers import checkpoints, quantised
 from tests.helpers.hosted import config_of, make_model
 
@@ -84,6 +85,22 @@ def test_codes_are_kept_where_the_products_read_them(plain: Path, tmp_path: Path
     whole = sum(4 * meant[f"{name}.weight"].numel() for name in codes)
     assert checkpoint.bytes_loaded(torch.float32, CPU, ops) == info.weight_bytes(torch.float32) - whole + kept
     assert checkpoint.bytes_loaded(torch.float32, CPU, TORCH_OPS) == info.weight_bytes(torch.float32)
+
+    other = make_model("stablelm", seed=1, hidden_size=128, intermediate_size=128, head_dim=32)
+    other.config.max_position_embeddings = 128
+    other.save_pretrained(tmp_path / "other")
+    new = quantised.write(tmp_path / "other", tmp_path / "new", settings, pack)
+    weights = HostedWeights(checkpoint, model, torch.float32, CPU)
+    with pytest.raises(UnsupportedOption, match="is hosted and stored quantised, and is updated from a directory"):
+        checked_hosted_update(new, weights)
+    with pytest.raises(CheckpointError, match="is stored in another format than the target"):
+        checked_hosted_update(tmp_path / "other", weights)
+    update = checked_hosted_update(tmp_path / "new", weights)
+    assert update.whole
+    update.copy()
+    for name in codes:
+        assert torch.equal(products[name].weight.unpack(), new[f"{name}.weight"]), name
+        assert not torch.equal(meant[f"{name}.weight"], new[f"{name}.weight"])
 
 
 def test_what_is_not_read_is_refused_before_weights_are(plain: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Finds the objects and tensors that can be reached from an object by references."""
+"""Finds tensors and quantised matrices by references, because CUDA graphs contain their addresses."""
 
 from __future__ import annotations
 
