@@ -61,9 +61,9 @@ class Grammars:
             )
         with self._lock:
             vocabulary = self._vocabulary(spec, tokenizer)
-            matcher = self._matcher(spec, vocabulary).deep_copy()
+            matcher, dropped = self._matcher(spec, vocabulary).deep_copy(), self._dropped
         ends = [token for token in vocabulary.eos_tokens if token < self.vocab_size]
-        row = RowGrammar(matcher, self.vocab_size, stop_ids, ends, prompt, self._dropped)
+        row = RowGrammar(matcher, self.vocab_size, stop_ids, ends, prompt, dropped)
         if not row.possible:
             raise GrammarError(
                 f"{spec.kind} allows no text of this vocabulary's tokens, got {_short(spec.text)}; loosen it"
