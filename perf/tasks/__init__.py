@@ -24,8 +24,8 @@ from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_te
 from perf.records import Row
 
 FILE = Path(__file__).with_name("tasks.jsonl")
-TEMPERATURES = (0.0, 0.8)
 PLAIN, ALL = "plain", "all"
+LOOKUPS: dict[str, Any] = {"lookup": {"proposer": NGram()}, "suffix": {"proposer": Suffix()}}
 COLUMNS = ("drafter", "k", "kind", "temperature", "tokens_per_step", "tokens_per_step_95", "acceptance", "tok_s",
            "tok_s_95", "text_equal")  # fmt: skip
 
@@ -55,7 +55,7 @@ def ids_of(generator: FastSpecGenerator, task: Task) -> list[int]:
 
 def arms_of(stack: ExitStack, given: argparse.Namespace) -> dict[str, Arm]:
     """Generators by "drafter k"; they close with the stack."""
-    kinds: dict[str, dict[str, Any]] = {PLAIN: {}, "lookup": {"proposer": NGram()}, "suffix": {"proposer": Suffix()}}
+    kinds: dict[str, dict[str, Any]] = {PLAIN: {}} | {name: LOOKUPS[name] for name in given.lookups}
     if given.draft is not None:
         kinds["draft model"] = {"draft": given.draft}
     for form in given.self_draft:
@@ -112,6 +112,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(out="tasks", columns=COLUMNS)
     made.add_argument("--target", type=Path, required=True, help="a checkpoint")
     made.add_argument("--name", required=True, help="name of the target in the rows, without a path")
+    made.add_argument("--lookups", nargs="*", default=[*LOOKUPS], choices=LOOKUPS, help="default: all")
     made.add_argument("--draft", type=Path, help="a draft model")
     made.add_argument("--self-draft", nargs="+", default=[], metavar="FORMAT", help="the target as its own draft")
     made.add_argument("--each", type=int, help="tasks of each kind; default: all")
@@ -120,6 +121,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--k", type=int, nargs="+", default=[4])
     made.add_argument("--new", type=int, default=128, help="new tokens at most")
     made.add_argument("--max-length", type=int, default=1024)
+    made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0: greedy")
     made.add_argument("--batch", type=int, default=1, help="tasks of one kind that a call decodes together")
     made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
 
@@ -158,7 +160,7 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
         calls_of = batches(tasks, given.batch)
         prompts = [[ids_of(next(iter(arms.values())).generator, task) for task in each] for each in calls_of]
         kinds = [each[0].kind for each in calls_of]
-        for temperature in TEMPERATURES:
+        for temperature in given.temperatures:
 
             def measure(arm: Arm, number: int, temperature: float = temperature) -> Call:
                 options = law(temperature > 0, number, temperature)

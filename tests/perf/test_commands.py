@@ -308,5 +308,10 @@ def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
     assert drafters == [("plain", 0), ("lookup", 2), ("suffix", 2), ("draft model", 2)] * 2
     assert all(row["text_equal"] == "2 of 2" for row in rows if row["temperature"] == 0)
     assert all(row["tokens_per_step"] == 1 for row in rows if row["drafter"] == "plain")
+    fewer = ("--lookups", "suffix", "--temperatures", "0.5", "--kinds", "story", "--each", "1", "--new", "4")
+    rows = run_cli(tmp_path, "tasks", *options, *fewer)[len(rows) :]
+    assert [(row["drafter"], row["temperature"]) for row in rows if row["kind"] == "all"] == [
+        (drafter, 0.5) for drafter in ("plain", "suffix", "draft model")
+    ]
     with pytest.raises(SystemExit, match="no such task; kinds are"):
         run_cli(tmp_path, "tasks", *options, "--kinds", "poem")

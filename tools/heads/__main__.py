@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from .corpus import Texts, cut_prompts, read_texts
 from .evaluate import Drafter, Figures, decode, draft_with, draft_with_model
 from .export import load, save
-from .head import Eagle3Head
+from .head import DraftHead
 from .published import read_published, save_like
 from .recipe import CONTINUED, Recipe
 from .rows import Chunks, Rows, own_rows, real_rows
@@ -108,7 +108,7 @@ def make_head_for(target: Target, texts: Texts, recipe: Recipe, options: argpars
     generator = torch.Generator().manual_seed(options.seed)
     groups = [own, real_rows(documents, recipe, generator)]
     drafted = choose_drafted(groups, len(target.embedding), recipe.draft_vocab)
-    head = make_head(target, drafted, recipe.intermediate)
+    head = make_head(target, drafted, recipe)
     keep = options.work / "features" if options.work else torch.device(options.keep)
     history = train(head, target, Chunks(target, groups, keep, generator).batches(recipe.batch_tokens), recipe)
     save(head, target.model.config, target.boundaries, options.out)
@@ -116,7 +116,7 @@ def make_head_for(target: Target, texts: Texts, recipe: Recipe, options: argpars
 
 
 def measure(
-    target: Target, head: Eagle3Head, documents: list[Tensor], recipe: Recipe, beside: str | None
+    target: Target, head: DraftHead, documents: list[Tensor], recipe: Recipe, beside: str | None
 ) -> dict[str, Figures]:
     """Measures a head, and a draft model beside it, on held-out prompts."""
     generator = torch.Generator().manual_seed(7)
@@ -152,7 +152,7 @@ def _own_rows(
     return rows
 
 
-def _summary(head: Eagle3Head, target: Target, history: History, covered: float) -> dict[str, object]:
+def _summary(head: DraftHead, target: Target, history: History, covered: float) -> dict[str, object]:
     return {
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else target.device.type,

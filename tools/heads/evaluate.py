@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .head import Eagle3Head
+from .head import DraftHead
 from .target import Target
 
 Drafter = Callable[[Tensor, int], list[Tensor]]
@@ -57,7 +57,7 @@ class Steps:
         return [sum(count >= place for count in steps) for place in range(1, self.places + 1)]
 
 
-def draft_with(head: Eagle3Head, target: Target) -> Drafter:
+def draft_with(head: DraftHead, target: Target) -> Drafter:
     """Chains of a head: laws over the target's vocabulary, as `decode` takes them."""
 
     def chains(ids: Tensor, places: int) -> list[Tensor]:
@@ -141,7 +141,7 @@ def _walk(taken: Tensor, prompt: int, end: int) -> list[int]:
     return counts
 
 
-def _spread(logits: Tensor, head: Eagle3Head) -> Tensor:
+def _spread(logits: Tensor, head: DraftHead) -> Tensor:
     if len(head.d2t) == head.shape.vocab:
         return logits
     whole = logits.new_full((*logits.shape[:-1], head.shape.vocab), -torch.inf)

@@ -1,13 +1,15 @@
-"""An EAGLE-3 head in torch, its parameters named as published heads name them."""
+"""What heads have in common, and an EAGLE-3 head in torch, its parameters named as published heads name them."""
 
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,8 @@ class Midlayer(nn.Module):
         return mapped
 
 
-class Eagle3Head(nn.Module):
-    """A head that drafts the token after next from a position's features and the next token.
+class DraftHead(nn.Module, ABC):
+    """What heads of all types have: the product of the target's hidden states, an output matrix and a vocabulary.
 
     Args:
         shape: Its sizes.
@@ -173,19 +175,11 @@ class Eagle3Head(nn.Module):
 
     d2t: Tensor
     t2d: Tensor
-    table: Tensor | None  # its own embedding, which is not trained
 
     def __init__(self, shape: HeadShape, drafted: Tensor) -> None:
         super().__init__()
         self.shape, variant = shape, shape.variant
-        reads = variant.reads or shape.hidden
-        self.fc = nn.Linear(shape.features * reads, shape.hidden, bias=variant.fc_bias)
-        if variant.fc_norm:
-            self.fc_norm = nn.ModuleList(Norm(reads, eps=shape.rms_eps) for _ in range(shape.features))
-        if variant.norm_before_fc:
-            self.input_norm = Norm(shape.features * reads, eps=shape.rms_eps)
-        self.register_buffer("table", None, persistent=False)
-        self.midlayer = Midlayer(shape)
+        self.fc = nn.Linear(shape.features * (variant.reads or shape.hidden), shape.hidden, bias=variant.fc_bias)
         self.norm = Norm(shape.hidden, eps=shape.rms_eps)
         self.lm_head = nn.Linear(shape.hidden, shape.draft_vocab, bias=False)
         drafted = drafted.cpu()
@@ -196,6 +190,55 @@ class Eagle3Head(nn.Module):
     def drafted(self) -> Tensor:
         """The target's ids of its tokens, int64 [draft_vocab]."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @abstractmethod
+    def unroll(self, features: Tensor, ids: Tensor, embedding: Tensor, passes: int) -> list[Tensor]:
+        """Drafts from every position of known text, all its chains at once.
+
+        Start i knows the features up to position i and the tokens up to i + 1. At place j it speaks about token
+        i + 2 + j, whose law the target gives at position i + 1 + j.
+
+        Args:
+            features: The target's, [rows, tokens, features * hidden].
+            ids: int64 [rows, tokens].
+            embedding: The target's, [vocabulary, hidden]; not read by a head that has its own.
+            passes: Length of a chain.
+
+        Returns:
+            One [rows, tokens - passes, draft_vocab] of logits for each place.
+        """
+
+    def begin(self, norm: Tensor, head: Tensor) -> Self:
+        """Sets the values that training begins with: random layers; the last norm and the output are the target's.
+
+        Args:
+            norm: Weight of the target's last norm, [hidden].
+            head: The target's output head, [vocabulary, hidden].
+        """
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                if parameter.dim() == 2:
+                    ends_block = name.endswith(("o_proj.weight", "down_proj.weight"))
+                    nn.init.normal_(parameter, 0.0, (0.5 if ends_block else 1.0) * parameter.shape[1] ** -0.5)
+            self.norm.weight.copy_(norm)
+            self.lm_head.weight.copy_(head[self.drafted.to(head.device)])
+        return self
+
+
+class Eagle3Head(DraftHead):
+    """A head that drafts the token after next from a position's features and the next token."""
+
+    table: Tensor | None  # its own embedding, which is not trained
+
+    def __init__(self, shape: HeadShape, drafted: Tensor) -> None:
+        super().__init__(shape, drafted)
+        variant, reads = shape.variant, shape.variant.reads or shape.hidden
+        if variant.fc_norm:
+            self.fc_norm = nn.ModuleList(Norm(reads, eps=shape.rms_eps) for _ in range(shape.features))
+        if variant.norm_before_fc:
+            self.input_norm = Norm(shape.features * reads, eps=shape.rms_eps)
+        self.register_buffer("table", None, persistent=False)
+        self.midlayer = Midlayer(shape)
 
     def step(self, embedded: Tensor, feature: Tensor, first: int, past: Past) -> tuple[Tensor, Tensor]:
         """One pass.
@@ -225,19 +268,9 @@ class Eagle3Head(nn.Module):
         return made
 
     def unroll(self, features: Tensor, ids: Tensor, embedding: Tensor, passes: int) -> list[Tensor]:
-        """Drafts from every position of known text, all its chains at once, fed the text's own tokens.
+        """Drafts from every position of known text, fed the text's own tokens; see `DraftHead.unroll`.
 
-        Start i reads the features of position i and, in pass j, token i + 1 + j; what it then says is about token
-        i + 2 + j, whose law the target gives at position i + 1 + j. Published trainers call this training-time test.
-
-        Args:
-            features: The target's, [rows, tokens, features * hidden].
-            ids: int64 [rows, tokens].
-            embedding: The target's, [vocabulary, hidden]; not read by a head that has its own.
-            passes: Length of a chain.
-
-        Returns:
-            One [rows, tokens - passes, draft_vocab] of logits for each pass.
+        In pass j, start i reads token i + 1 + j. Published trainers call this training-time test.
         """
         starts, past = ids.shape[1] - passes, Past()
         feature = self.condense(features[:, :starts])
@@ -259,23 +292,3 @@ def rotate(x: Tensor, first: int, shape: HeadShape) -> Tensor:
     angles = torch.outer(torch.arange(first, first + positions, device=x.device).float(), frequencies).repeat(1, 2)
     low, high = x.chunk(2, -1)
     return x * angles.cos().to(x.dtype) + torch.cat((-high, low), -1) * angles.sin().to(x.dtype)
-
-
-def new_head(shape: HeadShape, drafted: Tensor, norm: Tensor, head: Tensor) -> Eagle3Head:
-    """A head at its start: random layers; the last norm [hidden] and the rows of the output head are the target's.
-
-    Args:
-        shape: Its sizes.
-        drafted: As `Eagle3Head` takes it.
-        norm: Weight of the target's last norm, [hidden].
-        head: The target's output head, [vocabulary, hidden].
-    """
-    made = Eagle3Head(shape, drafted)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if parameter.dim() == 2:
-                ends_block = name.endswith(("o_proj.weight", "down_proj.weight"))
-                nn.init.normal_(parameter, 0.0, (0.5 if ends_block else 1.0) * parameter.shape[1] ** -0.5)
-        made.norm.weight.copy_(norm)
-        made.lm_head.weight.copy_(head[drafted.to(head.device)])
-    return made

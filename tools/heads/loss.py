@@ -6,13 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .head import Eagle3Head
+from .head import DraftHead
 from .recipe import Recipe
 from .rows import Batch
 from .target import Target
 
 
-def chain_loss(head: Eagle3Head, target: Target, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
+def chain_loss(head: DraftHead, target: Target, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """The loss of all chains that start in a batch.
 
     Each place adds the cross entropy to the target's law, and minus the logarithm of the chance that its token is
@@ -40,7 +40,7 @@ def chain_loss(head: Eagle3Head, target: Target, batch: Batch, recipe: Recipe) -
 
 
 @torch.no_grad()
-def _laws(target: Target, head: Eagle3Head, last: Tensor, recipe: Recipe) -> list[Tensor]:
+def _laws(target: Target, head: DraftHead, last: Tensor, recipe: Recipe) -> list[Tensor]:
     """The target's laws at temperature 1 and the low one, [rows, tokens, draft_vocab], of what can be drafted."""
     logits = target.logits(last)
     drafted = None if len(head.d2t) == logits.shape[-1] else head.drafted

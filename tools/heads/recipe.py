@@ -30,6 +30,8 @@ class Recipe:
         real_rows, real_length: Rows of corpus text, and tokens in one.
         prompts, prompt_length, new_tokens: The held-out texts that measure acceptance, at each temperature.
         places: Tokens drafted in a step when acceptance is measured.
+        dflash_layers: Layers of a DFlash head, whose block has `unroll` masks; None makes an EAGLE-3 head.
+        mask_id: Token whose embedding stands for a mask of a DFlash head; None is the last of the vocabulary.
     """
 
     steps: int = 4000
@@ -56,6 +58,8 @@ class Recipe:
     prompt_length: int = 128
     new_tokens: int = 128
     places: int = 5
+    dflash_layers: int | None = None
+    mask_id: int | None = None
 
 
 CONTINUED = Recipe(steps=1000, lr=2e-4, own_rows=4096)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .head import Eagle3Head, HeadShape, new_head
+from .dflash import Block, DFlashHead
+from .head import DraftHead, Eagle3Head, HeadShape
 from .loss import chain_loss
 from .recipe import Recipe
 from .rows import Batch, Rows
@@ -56,8 +57,8 @@ def coverage(groups: Sequence[Rows], drafted: Tensor) -> float:
     return torch.isin(torch.cat(texts), drafted).float().mean().item()
 
 
-def make_head(target: Target, drafted: Tensor, intermediate: int | None) -> Eagle3Head:
-    """A head that fits a target, at its start."""
+def make_head(target: Target, drafted: Tensor, recipe: Recipe) -> DraftHead:
+    """A head of the recipe's type that fits a target, at its start."""
     config = target.model.config
     hidden, heads = config.hidden_size, config.num_attention_heads
     shape = HeadShape(
@@ -66,16 +67,22 @@ def make_head(target: Target, drafted: Tensor, intermediate: int | None) -> Eagl
         heads=heads,
         kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
-        intermediate=intermediate or config.intermediate_size,
+        intermediate=recipe.intermediate or config.intermediate_size,
         vocab=len(target.embedding),
         draft_vocab=len(drafted),
         rope_theta=float(config.rope_parameters["rope_theta"]),
         rms_eps=config.rms_norm_eps,
     )
-    return new_head(shape, drafted, target.model.model.norm.weight, target.head).to(target.device)
+    made: DraftHead
+    if recipe.dflash_layers is None:
+        made = Eagle3Head(shape, drafted)
+    else:
+        mask_id = shape.vocab - 1 if recipe.mask_id is None else recipe.mask_id
+        made = DFlashHead(shape, Block(recipe.dflash_layers, recipe.unroll + 1, mask_id), drafted)
+    return made.begin(target.model.model.norm.weight, target.head).to(target.device)
 
 
-def train(head: Eagle3Head, target: Target, batches: Iterator[Batch], recipe: Recipe) -> History:
+def train(head: DraftHead, target: Target, batches: Iterator[Batch], recipe: Recipe) -> History:
     """Trains a head in place and leaves it with averaged weights.
 
     Passes run in bfloat16 where the target does, in float32 otherwise; the weights and their steps are float32.

@@ -42,8 +42,8 @@ def speculate_by_hand(text: list[int], prompt: int, drafts_after: object) -> lis
 def test_steps_of_a_head_are_those_taken_by_hand(tmp_path: Path) -> None:
     target, generator = Target(tiny_model("llama"), (2, 4, 6)), torch.Generator().manual_seed(2)
     rows = Rows(*target.write(prompts(16), NEW, 0.0))
-    head = make_head(target, torch.arange(VOCAB), None)
     recipe = Recipe(steps=60, batch_tokens=480, lr=5e-3, warmup=5, ema=0.8, unroll=PLACES)
+    head = make_head(target, torch.arange(VOCAB), recipe)
     train(head, target, Chunks(target, [rows], torch.device("cpu"), generator).batches(480), recipe)
     save(head, target.model.config, target.boundaries, tmp_path)
     steps = decode(target, draft_with(load(tmp_path)[0], target), prompts(4), NEW, PLACES, 0.0)

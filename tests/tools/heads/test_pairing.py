@@ -26,7 +26,7 @@ PLACES = 3
 def test_chains_from_every_position_are_the_chains_by_hand() -> None:
     target = Target(tiny_model("llama"), (1, 3, 6))
     drafted = torch.arange(0, VOCAB, 2)
-    head = make_head(target, drafted, None)
+    head = make_head(target, drafted, Recipe())
     ids = torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
     features = target.read(ids).features
     said = head.unroll(features, ids, target.embedding, PLACES)
@@ -59,7 +59,7 @@ def learn_pairs(model: PairModel, folder: Path) -> None:
     torch.manual_seed(2)
     rows = Rows(torch.randint(12, (256, 64), generator=generator), torch.full((256,), 64))
     recipe = Recipe(steps=250, batch_tokens=512, lr=2e-2, warmup=10, ema=0.9, unroll=PLACES)
-    head = make_head(target, torch.arange(12), None)
+    head = make_head(target, torch.arange(12), recipe)
     train(head, target, Chunks(target, [rows], torch.device("cpu"), generator).batches(recipe.batch_tokens), recipe)
     save(head, model.config, target.boundaries, folder)  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from tools.heads.rows import Chunks, Rows
 from tools.heads.target import Target, default_boundaries
 from tools.heads.train import History, choose_drafted, make_head, train
 
-RECIPE = Recipe(steps=60, batch_tokens=256, lr=5e-3, warmup=5, ema=0.9, unroll=3)
+RECIPE = Recipe(steps=60, batch_tokens=256, lr=5e-3, warmup=5, ema=0.9, unroll=3, intermediate=40)
 MOST_FREQUENT = 20
 
 
@@ -28,7 +28,7 @@ def trained(family: str, keep: Path | torch.device) -> tuple[Target, Eagle3Head,
     ids, lengths = target.write(torch.randint(VOCAB, (32, 4), generator=generator), 28, 1.0)
     rows = Rows(ids, lengths)
     drafted = choose_drafted([rows], VOCAB, MOST_FREQUENT)
-    head = make_head(target, drafted, 40)
+    head = make_head(target, drafted, RECIPE)
     history = train(head, target, Chunks(target, [rows], keep, generator).batches(RECIPE.batch_tokens), RECIPE)
     return target, head, history
 
