@@ -123,10 +123,11 @@ class _Probe:
 
     Attributes:
         k: number of draft tokens of these steps.
-        rows: number of results that the probe still needs. A step gives one result for each sequence that can draft.
-        steps: number of steps that the probe still needs.
-        few: number of sequences that draft in these steps. None: all of them.
-        spent: seconds lost by the probe so far. Includes the expected time to resume drafting after it.
+        rows: number of observed sequences that the probe still needs. Each step observes those that can draft.
+        steps: number of steps that the probe still needs. It ends when `rows` and `steps` are both 0.
+        few: only this many sequences draft in these steps. None: every sequence drafts.
+        spent: seconds that the probe has cost so far, compared with steps of the chosen k. Includes the expected time
+            of the step in which the draft model catches up, if drafting begins again after the probe.
     """
 
     k: int

@@ -304,8 +304,9 @@ class Engine:
     ) -> list[tuple[int, StepShape]]:
         """Returns (number of batch slots, shape) of the decode steps that are still to be captured as CUDA graphs.
 
-        These are the steps that up to `max_rows` requests at once may need. For other arguments see `StepShapes.kinds`.
-        The largest steps come first, because all graphs share one memory pool.
+        These are the steps that up to `max_rows` requests at once may need. For `ks`, `sampler`, `top_logprobs`,
+        `longest` and `shortest` (tokens of a sequence), `grammars` and `processed` see `StepShapes.kinds`. The largest
+        steps come first, because all graphs share one memory pool.
         """
         sizes, kinds = reversed(self.shapes.buckets(max_rows)), tuple(grammars)
         shapes = self.shapes.kinds(ks, sampler, top_logprobs, longest, shortest, kinds, processed=processed)

@@ -23,7 +23,7 @@ class CallArguments:
 
     Attributes:
         input_ids, attention_mask, generation_config: arguments of `generate`.
-        keywords: all other keyword arguments. `inputs` and `tokenizer` are removed when they are read.
+        keywords: all other keyword arguments. `inputs` and `tokenizer` are read first, and removed from it.
     """
 
     input_ids: Any

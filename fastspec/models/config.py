@@ -217,9 +217,10 @@ class ModelSpec:
         return max(each, default=0)
 
     def _of_shared(self, plan: ExpertsPlan) -> int:
-        """Returns the number of elements of temporary tensors per token that a shared expert needs.
+        """Returns how many elements of temporary memory a shared expert needs for each token.
 
-        The number is enough in both cases: the shared expert is a separate MLP, or is stored with the routed experts.
+        This is an upper bound. It holds for a shared expert that is a separate MLP, and for one that is stored with the
+        routed experts.
         """
         return max(3 * plan.shared, (plan.width + self.hidden_size) * (plan.shared == plan.width))
 

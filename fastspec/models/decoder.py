@@ -737,10 +737,11 @@ class Decoder:
         Args:
             index: index of the layer.
             qkv: [B, Q, (H + 2 Hkv) * D].
-            rows: the tokens of the pass.
-            rotation: cos and sin tables with which q and k are rotated first. None: they are not rotated here.
-            norms: weights and epsilon of the norms of query and key heads, which come before the rotation. None: these
-                norms are not computed here.
+            rows: the tokens of the pass, with their positions and pages.
+            rotation: cos and sin tables with which q and k are rotated first. None: `qkv` is rotated already, or the
+                layer has no RoPE.
+            norms: weights and epsilon of the norms of query and key heads, which come before the rotation. None: they
+                are computed already, or the layer has none.
             rule: window, scale and softcap of the layer.
             sinks: see `LayerWeights.sinks`.
 

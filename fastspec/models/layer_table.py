@@ -379,7 +379,7 @@ class TableRow:
     def cut(self, axes: Mapping[str, Axis]) -> Literal["rows", "columns"] | None:
         """Returns the dimension of the tensor that is split over ranks. None: every rank has the whole tensor.
 
-        `axes` is the result of `axes_of`.
+        `axes`: name of an axis -> its size and the way ranks split it, from `axes_of`.
         """
         if any(axes[axis].rule != "whole" for axis in self.axes):
             return "rows"

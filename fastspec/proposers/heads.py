@@ -1,4 +1,4 @@
-"""Proposers with EAGLE-3 and P-EAGLE heads, and `build_head`, which makes the proposer of any learned head."""
+"""Proposers with EAGLE-3 and P-EAGLE heads. `build_head` makes the proposer of every kind of learned head."""
 
 from __future__ import annotations
 

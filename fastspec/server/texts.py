@@ -92,12 +92,12 @@ class Answer:
 
     Args:
         index: number of the answer in its request, from 0.
-        handle: handle of the answer's tokens.
+        handle: gives the answer's tokens as they are decoded.
         tokenizer: the target's tokenizer.
         stops: stop strings. The text ends before the first of them.
         skip_special_tokens: True leaves special tokens out of the text.
-        parser: parser for the reasoning and the tool calls of a chat's answer. None: the answer of a completion is not
-            parsed.
+        parser: parser for the reasoning and the tool calls of a chat's answer. None for /v1/completions, where the text
+            is not parsed.
         marks: id -> text of special tokens that the parser needs. None: there are none.
         new_call_id: makes the id of each tool call.
 

@@ -129,7 +129,7 @@ class StoppedWriter(StreamWriter):
             self._cut = (self._watch and self._watch.beyond) or 0
 
     def end(self) -> None:
-        """Writes the text that was held back. The next `put` receives a new prompt."""
+        """Ends the answer: writes the text that was held back. The next `put` gives the prompt of a new answer."""
         super().end()
         self._flush(len(self._held) - self._cut)
         self._watch, self._begun, self._held, self._cut = None, False, "", 0

@@ -237,7 +237,7 @@ def described(tensor: torch.Tensor, block: list[int]) -> Any:
 
     Args:
         tensor: a contiguous tensor, at an address that is a multiple of 16.
-        block: shape of a block, in elements. Its last axis has 64 or 128 bytes.
+        block: shape of a block, in elements. A row (the last axis) must take 64 or 128 bytes.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -337,7 +337,8 @@ def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Te
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
     """Computes attention scores of queries and keys, plus `mask` if it is not None.
 
-    Each matrix product covers one block of keys. Libraries split larger products among threads, also between queries.
+    Each matrix product covers one block of keys. A library may split a larger product among threads in a way that
+    depends on the number of queries, and then bits depend on it, too.
 
     Args:
         q: queries [Hkv, R, D].

@@ -210,9 +210,14 @@ def _added(
     pdl: bool,
     reduce: Reduce | None,
 ) -> NextInput:
-    """Computes x = residual + given @ weight.T [+ bias], and prepares x for a product of norm(x) with `next_weight`.
+    """Computes x = residual + given @ weight.T [+ bias], then norm(x) in the layout that the next product reads.
 
-    For the first sum see `_summed`, for the preparation `permuted_for`.
+    Args:
+        given, weight, bias, residual: see `_summed`.
+        norm: the norm before the next product.
+        next_weight: weight of the next product. Its kernel decides the layout, see `permuted_for`.
+        pdl: True to launch kernels before the previous kernel has ended (programmatic dependent launch).
+        reduce: sums x over ranks. None: this process has the whole weight.
     """
     tile = _tile(weight, len(given))
     if isinstance(reduce, SharesRoom):

@@ -11,8 +11,9 @@
 | state_rows            | int64 [B]                                          | contiguous, all different             |
 | positions, write_mask | int64 and bool [B, Q]                              | contiguous                            |
 
-`reference.delta_rule` says what the arguments mean. Decode steps, of up to `slots` tokens a row, use the kernel of
-delta.py. Passes with more tokens a row are prefill chunks, and use the kernels of prompt.py.
+`reference.delta_rule` says what the arguments mean. `rows` sequences have a place for their states, and each has
+`slots` states: as many as a decode step has tokens of one sequence. Decode steps use the kernel of delta.py. Passes
+with more tokens of a sequence are prefill chunks, and use the kernels of prompt.py.
 """
 
 from __future__ import annotations

@@ -247,7 +247,10 @@ def _readings(
 
 
 def _check_shared(spec: Eagle3Spec) -> None:
-    """Refuses a draft head that lacks its embedding or output matrix, if the target's matrix has another shape."""
+    """Checks the target's matrices that a draft head without its own embedding or output matrix uses.
+
+    Raises CheckpointError if such a matrix does not have the shape that the head needs.
+    """
     target = spec.target
     if not spec.own_embed and spec.hidden_size != target.hidden_size:
         raise CheckpointError(

@@ -118,8 +118,8 @@ class HostedModel:
     def hidden_with_features(self, rows: ForwardBatch, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Returns the result of `hidden`, and the residual stream after each of `layers`.
 
-        For shapes and indices see `Decoder.hidden_with_features`. `admit_streams` has checked that the stream between
-        the module's layers can be recorded.
+        For shapes and indices see `Decoder.hidden_with_features`. `admit_streams` has checked before that the
+        residual stream can be read between the module's layers.
         """
         count = len(self.info.layer_names)
         with self.streams.recorded([layer for layer in layers if layer < count]) as found:

@@ -13,7 +13,7 @@ _ANY: Final = r"(.|\n)"
 
 
 class NoGrammar(ValueError):
-    """Raised for a format or a schema for which no grammar can be written. The message has the next step."""
+    """Raised for a format or a schema for which no grammar can be written. The message says what the user can do."""
 
 
 class Lark:

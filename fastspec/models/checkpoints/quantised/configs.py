@@ -1,6 +1,6 @@
 """Reads the `quantization_config` of a checkpoint, which says in which layout each quantised matrix is stored.
 
-Which matrices are quantised is found from the names of the stored tensors.
+It does not say which matrices are quantised. The names of the stored tensors show that.
 """
 
 from __future__ import annotations
