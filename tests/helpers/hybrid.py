@@ -103,6 +103,22 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
         },
     ),
+    "zamba2": (
+        "Zamba2",
+        {
+            **{"layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 4},
+            **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 24, "chunk_size": 16, "num_mem_blocks": 2},
+            **{"use_shared_attention_adapter": True, "adapter_rank": 12, "use_mem_rope": True},
+            **{"num_key_value_heads": 4, "time_step_min": 0.01},
+        },
+    ),
+    "zamba2_plain": (
+        "Zamba2",
+        {
+            **{"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_key_value_heads": 2},
+            **{"n_mamba_heads": 8, "mamba_d_state": 24, "chunk_size": 16, "adapter_rank": 12},
+        },
+    ),
     "jamba": (
         "Jamba",
         {
