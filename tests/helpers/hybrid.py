@@ -106,17 +106,10 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "Zamba2",
         {
-            **{"layers_block_type": ["hybrid", "linear_attention", "hybrid", "hybrid"], "num_hidden_layers": 4},
-            **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 24, "chunk_size": 16, "num_mem_blocks": 2},
+            **{"layers_block_type": ["hybrid", "linear_attention", "hybrid"], "num_key_value_heads": 4},
+            **{"n_mamba_heads": 8, "mamba_ngroups": 2, "mamba_d_state": 24, "chunk_size": 16},
             **{"use_shared_attention_adapter": True, "adapter_rank": 12, "use_mem_rope": True},
-            **{"num_key_value_heads": 4, "time_step_min": 0.01},
-        },
-    ),
-    "zamba2_plain": (
-        "Zamba2",
-        {
-            **{"layers_block_type": ["linear_attention", "hybrid"], "num_hidden_layers": 2, "num_key_value_heads": 2},
-            **{"n_mamba_heads": 8, "mamba_d_state": 24, "chunk_size": 16, "adapter_rank": 12},
+            "time_step_min": 0.01,
         },
     ),
     "jamba": (
@@ -176,8 +169,9 @@ def make_hybrid(kind: str, seed: int = 0, std: float = 0.3, **changes: Any) -> P
     return model.eval()
 
 
-def make_states(kind: str, seed: int = 0, std: float = 0.3, **changes: Any) -> PreTrainedModel:
+def make_states(kind: str, seed: int = 0, std: float | None = None, **changes: Any) -> PreTrainedModel:
     """A live model of one of `STATES`, as `make_hybrid` makes them. Skips the test where transformers lacks it."""
+    std = (0.2 if kind == "zamba2" else 0.3) if std is None else std  # its blocks multiply rounding errors
     name = f"{STATES[kind][0]}ForCausalLM"
     if not hasattr(transformers, name):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
