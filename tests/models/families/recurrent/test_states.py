@@ -23,7 +23,6 @@ from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families.plan import LatentPlan, LayerPlan, ModelScales
-from fastspec.models.heads.mtp_spec import mtp_spec
 from fastspec.models.layer_table import BlockWeights, LatentWeights, LayerWeights, StateWeights
 from fastspec.shapes import ConvRule, DeltaRule, MambaRule, RoutingRule, SelectiveRule
 from tests.helpers.hybrid import STATES, VOCAB, config_of, decoder, logits_of, make_states
@@ -258,13 +257,3 @@ def test_layers_that_ranks_cannot_split_are_refused(kind: str, words: str) -> No
 def test_a_plan_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         LayerPlan(**fields)
-
-
-def test_an_mtp_layer_with_latent_attention_is_refused(tmp_path: Path) -> None:
-    make_states("ling").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file, {"format": "pt"})
-    target = resolve(tmp_path, role="target")
-    assert target.mtp
-    with pytest.raises(UnsupportedModel, match=r"latent attention of .* use a learned drafter"):
-        mtp_spec(target, tmp_path)
