@@ -309,9 +309,10 @@ class _Layer:
         if "latent" in parts:
             fields["latent"] = LatentWeights(**parts["latent"])
         if "block" in parts:
-            lent = {} if self._lender is None or self._lender.block is None else {"norm": self._lender.block.norm}
-            fields["block"] = BlockWeights(**parts["block"], **lent)
-            fields |= {} if self._lender is None else {name: getattr(self._lender, name) for name in LENT}
+            if self._lender is not None and self._lender.block is not None:
+                fields |= {name: getattr(self._lender, name) for name in LENT}
+                parts["block"]["norm"] = self._lender.block.norm
+            fields["block"] = BlockWeights(**parts["block"])
         if "experts" in parts:
             fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
         return LayerWeights(**fields)
