@@ -49,7 +49,8 @@ def mamba(
             continue
         first, end = int(positions[row, fed[0]]), int(positions[row, fed[-1]]) + 1
         slots, place = states.shape[1], int(state_rows[row])
-        state = states[place, (first - 1) % slots] if first else torch.zeros_like(states[0, 0])
+        # a copy: a library may add up in another order where an operand is at another address
+        state = states[place, (first - 1) % slots].clone() if first else torch.zeros_like(states[0, 0])
         shift = first - fed[0]  # position of a token minus its index
         for start in range(first // DELTA_CHUNK * DELTA_CHUNK, end, DELTA_CHUNK):
             here = slice(max(start, first) - shift, min(start + DELTA_CHUNK, end) - shift)
