@@ -64,6 +64,8 @@ def changes(case: Case) -> Iterator[Changed]:
         parts["block"] = BlockWeights
         for part, kind in parts.items():
             held = getattr(layer, part) if part else layer
+            if part == "state" and not spec.plans[at].owns:
+                continue  # as in the layer whose block it shares
             for field in dataclasses.fields(kind) if held is not None else ():
                 value = getattr(held, field.name)
                 if value is None or field.name in (*parts, "joined"):
