@@ -317,7 +317,9 @@ def states_of_layers(engine: Engine) -> str:
     if isinstance(rules[0], DeltaRule) and rules[0].by_channel:
         kind = "Kimi delta attention"
     text = f"{len(rules)} layers with {kind}: "
-    return text + ("Triton kernels" if engine.modules.ops.name == "triton" else "torch, token by token")
+    in_chunks = engine.modules.ops.name == "cpu" and isinstance(rules[0], MambaRule)
+    by_torch = "torch, token by token" + (", prompts in chunks" if in_chunks else "")
+    return text + ("Triton kernels" if engine.modules.ops.name == "triton" else by_torch)
 
 
 def shared_expert(settings: Settings, engine: Engine) -> str:

@@ -131,12 +131,16 @@ class Decoder:
             x = x * self._embed_scale
         if -1 in features:
             features[-1] = x
+        embedded = x
         inputs = None if self.weights.inputs is None else self._inputs(self.weights.inputs, x, rows)
         lent: dict[int, Tensor] = {}
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         few = self.ops.is_brief() and not features  # skipped layers launch the same kernels
         for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
-            x, qkv = self._layer(index, x, qkv, rows, None if inputs is None else inputs[index], lent)
+            if self.spec.plans[index].block is None:
+                x, qkv = self._layer(index, x, qkv, rows, None if inputs is None else inputs[index], lent)
+            else:
+                x, qkv = self._layer_with_block(index, x, embedded, rows)
             if index in features:
                 features[index] = x
         if len(layers) in features:
@@ -185,6 +189,50 @@ class Decoder:
             qkv = self._with_values(index, qkv, lent)
         mixed = None if qkv is None else self._mix(index, layer, qkv, rows)
         return self._after_attention(index, mixed, x, rows.tiling, inputs)
+
+    def _layer_with_block(
+        self, index: int, x: Tensor, embedded: Tensor, rows: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs a layer with a block before its recurrent op (`BlockPlan`). Returns the same two results as `_layer`.
+
+        Args:
+            index: index of the layer.
+            x: residual stream before the layer, [B, Q, hidden].
+            embedded: residual stream before the first layer, [B, Q, hidden].
+            rows: the tokens of the pass.
+        """
+        plan, layer, tiling = self.spec.plans[index], self.weights.layers[index], rows.tiling
+        assert plan.state is not None, "a block comes before a recurrent op"
+        assert layer.state is not None, "a block comes before a recurrent op"
+        assert layer.state.inner is not None, "with attention, these projections are not qkv and o"
+        assert layer.state.out is not None, "with attention, these projections are not qkv and o"
+        added = self._block(index, torch.cat((x, embedded), dim=-1), rows)
+        h, options = self._normed(plan, x + added, layer.input_norm, None)
+        product = self.ops.linear(h, layer.state.inner, None, tiling, **options)
+        mixed = self._state(index, plan.state, layer, product, rows)
+        x = self._add_residual(plan, mixed, layer.state.out, None, x, None, 1.0, tiling)
+        return x, None if self._following(index) is None else self._qkv(index + 1, x, tiling)
+
+    def _block(self, index: int, both: Tensor, rows: ForwardBatch) -> Tensor:
+        """Computes the block of a layer: attention, MLP and the last product, without residual sums.
+
+        Returns [B, Q, hidden]. `both` has the residual stream and the embedding, [B, Q, 2 * hidden].
+        """
+        plan, layer, tiling, linear = self.spec.plans[index], self.weights.layers[index], rows.tiling, self.ops.linear
+        block, (wide, o), (gate_up, down) = layer.block, layer.mixer, layer.mlp
+        assert block is not None, "the layer has a block"
+        h, options = self._normed(plan, both, block.norm, None)
+        qkv = linear(h, wide, None, tiling, **options)
+        if block.qkv_in is not None:
+            parts = linear(h, block.qkv_in, None, tiling, **options).chunk(3, dim=-1)
+            outs = (cast("Weight", each) for each in (block.q_out, block.k_out, block.v_out))
+            adapters = zip(parts, outs, strict=True)
+            qkv = qkv + torch.cat([linear(part.contiguous(), out, None, tiling) for part, out in adapters], dim=-1)
+        attended = linear(self._attend(index, layer, qkv, rows), o, None, tiling)
+        h, options = self._normed(plan, attended, layer.post_norm, None)
+        adapter = linear(linear(h, block.gate_up_in, None, tiling, **options), block.gate_up_out, None, tiling)
+        inner = self._activated(plan, linear(h, gate_up, None, tiling, **options) + adapter)
+        return linear(linear(inner, down, None, tiling), block.linear, None, tiling)
 
     def _mix(self, index: int, layer: LayerWeights, product: Tensor, rows: ForwardBatch) -> Tensor:
         """Computes a layer's attention, its recurrent op, or both, without the output projection.
@@ -299,7 +347,7 @@ class Decoder:
 
         Outputs of `head_gate`, and inputs of the recurrent op, come after v. A layer without attention has only inputs
         of the recurrent op. With latent attention the outputs are those of `LayerWeights.qkv`. Returns None if the
-        layer has only an MLP.
+        layer has only an MLP, or begins with a block (`_layer_with_block`).
 
         Args:
             index: index of the layer.
@@ -308,7 +356,7 @@ class Decoder:
             normed: x after the layer's first norm. None: it is computed here.
         """
         layer, plan = self.weights.layers[index], self.spec.plans[index]
-        if layer.qkv is None:
+        if layer.qkv is None or plan.block is not None:
             return None
         norm = (layer.input_norm, layer.input_norm_bias)
         x, options = self._normed(plan, x, *norm) if normed is None else (normed, {})
@@ -515,6 +563,9 @@ class Decoder:
             return torch.relu(inner).square()
         if plan.activation == "silu":
             return reference.silu_mul(inner)
+        if plan.activation == "gelu":
+            gate, up = inner.chunk(2, dim=-1)
+            return reference.gelu(gate) * up
         return self.ops.gelu_tanh_mul(inner) if plan.gated else reference.gelu_tanh(inner)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:

@@ -114,6 +114,28 @@ class LatentWeights:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class BlockWeights:
+    """Tensors of a block before the recurrent op of a layer, besides those of a usual layer; see `BlockPlan`.
+
+    Attributes:
+        norm: [2 * hidden], weight of the norm of the block's input.
+        linear: [hidden, hidden], the last product of the block.
+        gate_up_in, gate_up_out: [rank, hidden] and [2 * intermediate, rank], adapter of gate and up projections.
+        qkv_in: [3 * rank, 2 * hidden], first products of the adapters of q, k and v. None: they have no adapters.
+        q_out, k_out, v_out: [H * D, rank] and twice [Hkv * D, rank], second products of these adapters.
+    """
+
+    norm: Tensor
+    linear: Weight
+    gate_up_in: Weight
+    gate_up_out: Weight
+    qkv_in: Weight | None = None
+    q_out: Weight | None = None
+    k_out: Weight | None = None
+    v_out: Weight | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """Weights of one decoder layer: H query heads, Hkv KV heads, D head_dim.
 
@@ -145,6 +167,8 @@ class LayerWeights:
             input (`LayerPlan.inputs`).
         input_projected_norm: [hidden], weight of the norm after input_projection.
         scalar: [1], the factor on the layer's result.
+        block: other tensors of a block before the recurrent op. qkv, o, post_norm, gate_up and down are then those of
+            the block, and qkv reads 2 * hidden. None: the layer has no such block.
     """
 
     qkv: Weight | None = None
@@ -172,6 +196,7 @@ class LayerWeights:
     input_projection: Weight | None = None
     input_projected_norm: Tensor | None = None
     scalar: Tensor | None = None
+    block: BlockWeights | None = None
 
     @property
     def mlp(self) -> tuple[Weight, Weight]:
@@ -238,14 +263,16 @@ class DecoderWeights:
     def _held(self) -> list[Weight | ExpertWeights | Tensor]:
         held: list[Weight | ExpertWeights | Tensor | None] = [self.embed, self.norm, self.norm_bias, self.head]
         held += [] if self.inputs is None else [self.inputs.embed, self.inputs.projection, self.inputs.norm]
-        parts = ((layer, layer.state, layer.latent) for layer in self.layers)
+        parts = ((layer, layer.state, layer.latent, layer.block) for layer in self.layers)
         held += [tensor for part in parts for each in part for tensor in _held(each)]
         return list({id(each): each for each in held if each is not None}.values())
 
 
-def _held(part: LayerWeights | StateWeights | LatentWeights | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:
+def _held(
+    part: LayerWeights | StateWeights | LatentWeights | BlockWeights | None,
+) -> Iterator[Weight | ExpertWeights | Tensor | None]:
     for each in () if part is None else fields(part):
-        if not isinstance(held := getattr(part, each.name), StateWeights | LatentWeights):
+        if not isinstance(held := getattr(part, each.name), StateWeights | LatentWeights | BlockWeights):
             yield held
 
 
@@ -523,8 +550,16 @@ def _biased_qkv(plan: LayerPlan) -> bool:
     return plan.qkv_bias
 
 
+def _owns(plan: LayerPlan) -> bool:
+    return plan.owns
+
+
+def _adapts(plan: LayerPlan) -> bool:
+    return plan.block is not None and plan.block.adapts
+
+
 def _projects_v(plan: LayerPlan) -> bool:
-    return plan.caches and not plan.value_is_key and plan.latent is None
+    return plan.caches and not plan.value_is_key and plan.latent is None and plan.owns
 
 
 def _latent_queries(plan: LayerPlan) -> bool:
@@ -572,6 +607,10 @@ def _biased_conv(plan: LayerPlan) -> bool:
     return plan.conv_bias
 
 
+def _biased_mlp(plan: LayerPlan) -> bool:
+    return plan.mlp_bias
+
+
 def _has_inputs(plan: LayerPlan) -> bool:
     return plan.inputs > 0
 
@@ -588,6 +627,10 @@ _CHANNEL_CONVS = tuple(f"self_attn.{part}_conv1d" for part in "qkv")
 _EXPERT, _SHARED = "mlp.experts.{}.", "mlp.shared_expert."
 _ROUTER = "mlp.gate"
 _MLP = ("mlp.gate_proj", "mlp.up_proj")
+_BLOCK = "shared_transformer."
+_MLP_ADAPTER = f"{_BLOCK}feed_forward.gate_up_proj_adapter"
+_HEADS_ADAPTER = f"{_BLOCK}self_attn.linear_{{}}_adapter"
+_ADAPTER = ("adapter",)
 _AFTER_ATTENTION = "post_attention_layernorm"
 _CHANNELS = ("keys", "keys", "values")
 _HIDDEN = ("hidden",)
@@ -612,7 +655,7 @@ LAYER: Final[tuple[TableRow, ...]] = (
         TableRow("qkv", _QKV, ("q", "k", "v"), ("read",), when=_projects_v, bias=_biased_qkv, order=qkv_order),
         TableRow("qk", _QKV[:2], ("q", "k"), ("read",), when=_shows_k, bias=_biased_qkv, field="qkv"),
         TableRow("q", _QKV[:1], ("q",), ("read",), when=lambda plan: not plan.caches, bias=_biased_qkv, field="qkv"),
-        TableRow("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), bias=lambda plan: plan.o_bias, tree=True),
+        TableRow("o", ("self_attn.o_proj",), _HIDDEN, ("heads",), when=_owns, bias=lambda plan: plan.o_bias, tree=True),
         TableRow("head_gate", ("self_attn.g_proj",), ("query_heads",), ("read",), when=lambda plan: plan.head_gate),
         TableRow("q_norm", ("self_attn.q_norm",), ("q_norm",), (), "norm", when=_norms_heads, order=q_norm_order),
         TableRow("k_norm", ("self_attn.k_norm",), ("k_norm",), (), "norm", when=_norms_keys, order=k_norm_order),
@@ -745,7 +788,7 @@ LAYER: Final[tuple[TableRow, ...]] = (
         lambda plan: isinstance(plan.state, MambaRule),
         TableRow("mamba", ("mamba.in_proj",), (_MAMBA,), ("read",), when=_alone, bias=_biased, field="qkv"),
         TableRow("mamba_out", ("mamba.out_proj",), _HIDDEN, ("values",), when=_alone, bias=_biased, field="o"),
-        TableRow("mamba_beside", ("mamba.in_proj",), (_MAMBA,), ("read",), when=_beside, field="state.inner"),
+        TableRow("mamba_beside", ("mamba.in_proj",), (_MAMBA,), _HIDDEN, when=_beside, field="state.inner"),
         TableRow("mamba_out_beside", ("mamba.out_proj",), _HIDDEN, ("values",), when=_beside, field="state.out"),
         TableRow(
             "mamba_conv", ("mamba.conv1d",), (_MAMBA[1:4],), _TAPS, "vector", field="state.conv", bias=_biased_conv
@@ -773,8 +816,34 @@ LAYER: Final[tuple[TableRow, ...]] = (
     ),
     *_rows(
         lambda plan: plan.feeds and plan.experts is None,
-        TableRow("gate_up", _MLP, ("gate", "inner"), _HIDDEN, bias=lambda plan: plan.mlp_bias, gated=True),
-        TableRow("down", ("mlp.down_proj",), _HIDDEN, ("inner",), bias=lambda plan: plan.mlp_bias, tree=True),
+        TableRow("gate_up", _MLP, ("gate", "inner"), _HIDDEN, when=_owns, bias=_biased_mlp, gated=True),
+        TableRow("down", ("mlp.down_proj",), _HIDDEN, ("inner",), when=_owns, bias=_biased_mlp, tree=True),
+    ),
+    *_rows(
+        lambda plan: plan.block is not None,
+        TableRow("block_norm", (f"{_BLOCK}input_layernorm",), ("read",), (), "norm", when=_owns, field="block.norm"),
+        TableRow("block_linear", ("linear",), _HIDDEN, _HIDDEN, field="block.linear"),
+        TableRow("block_mlp_in", (f"{_MLP_ADAPTER}.0",), _ADAPTER, _HIDDEN, field="block.gate_up_in"),
+        TableRow("block_mlp_out", (f"{_MLP_ADAPTER}.1",), (("gate", "inner"),), _ADAPTER, field="block.gate_up_out"),
+        TableRow(
+            "block_qkv_in",
+            tuple(f"{_HEADS_ADAPTER.format(part)}.0" for part in "qkv"),
+            _ADAPTER * 3,
+            ("read",),
+            when=_adapts,
+            field="block.qkv_in",
+        ),
+        *(
+            TableRow(
+                f"block_{part}_out",
+                (f"{_HEADS_ADAPTER.format(part)}.1",),
+                (part,),
+                _ADAPTER,
+                when=_adapts,
+                field=f"block.{part}_out",
+            )
+            for part in "qkv"
+        ),
     ),
     *_rows(
         lambda plan: plan.experts is not None,
@@ -845,7 +914,7 @@ LAYER: Final[tuple[TableRow, ...]] = (
             _HIDDEN,
             (),
             "norm",
-            when=lambda plan: plan.feeds and not plan.parallel,
+            when=lambda plan: plan.feeds and not plan.parallel and plan.owns,
             bias=lambda plan: plan.norm_bias,
         ),
     ),
@@ -889,7 +958,8 @@ def axes_of(spec: ModelSpec, plan: LayerPlan, reads: int | None = None) -> dict[
     found = {
         "one": Axis(1),
         "hidden": Axis(spec.hidden_size),
-        "read": Axis(reads or spec.hidden_size),
+        "read": Axis(reads or (spec.hidden_size if plan.block is None else 2 * spec.hidden_size)),
+        "adapter": Axis(0 if plan.block is None else plan.block.rank),
         "vocab": Axis(spec.vocab_size),
         "head": Axis(spec.vocab_size, "vocab"),
         "q": Axis((1 + plan.output_gate) * heads, "heads", dim),

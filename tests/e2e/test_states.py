@@ -31,7 +31,7 @@ LENGTHS = (1, 9, 70)
 # of which each is a family, or a part of one that no other has; see tests/models/families for the others
 SEEDS = {
     **{"lfm2": 0, "lfm2_moe": 0, "lfm3": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0},
-    **{"jamba": 0, "kimi_linear": 0, "ling": 0},
+    **{"jamba": 0, "kimi_linear": 0, "ling": 0, "zamba2": 0},
 }
 GAP = 1e-4  # of logits of transformers around 10: fp32 sums of chunks there, and token by token here
 
@@ -87,10 +87,11 @@ def test_explain_names_the_states_and_what_computes_them(one: One) -> None:
         DeltaRule: "Kimi delta attention",
     }
     kind = kinds[type(one.rules[0])]
-    assert f"states     2 layers with {kind}: torch, token by token" in one.gen.explain()
+    layers = f"{len(one.rules)} layers with {kind}"
+    assert f"states     {layers}: torch, token by token" in one.gen.explain()
     modules = SimpleNamespace(target=one.engine.modules.target, ops=SimpleNamespace(name="triton"))
     engine: Any = SimpleNamespace(modules=modules)
-    assert states_of_layers(engine).startswith(f"2 layers with {kind}: Triton kernels")
+    assert states_of_layers(engine).startswith(f"{layers}: Triton kernels")
 
 
 def test_a_rejection_at_every_place_leaves_the_states_of_plain_decoding(one: One) -> None:

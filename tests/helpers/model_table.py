@@ -81,6 +81,7 @@ OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm3": {"layer_types": ["conv", "full_attention"]},
     "bamba": {"mamba_n_heads": 4, "mamba_d_head": 16, "attn_layer_indices": [1]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
 HEADING = """# Model types
 

@@ -231,6 +231,38 @@ def write_glm(path: Path) -> tuple[Path, Any]:
     return add_to(path, {f"model.layers.{layers}.{name}": tensor for name, tensor in extra.items()}), theirs
 
 
+_LING = {
+    **{"mtp_block.": "", "self_attn.": "attention.", "o_proj.": "dense.", "post_norm.": "final_layernorm."},
+    "e_score_correction_bias": "expert_bias",
+}
+
+
+def write_ling(path: Path, **sizes: Any) -> tuple[Path, Any]:
+    """A Ling 3 with an MTP layer of latent attention and experts, and transformers' own module of that layer."""
+    live = make_states("ling", num_hidden_layers=4, **sizes)  # the last attends: its norm is of the usual kind
+    live.save_pretrained(path)
+    config, layers = live.config, live.config.num_hidden_layers
+    config.num_mtp_layers, config.mtp_layer_types, config.mtp_mlp_layer_types = 1, ["full_attention"], ["sparse"]
+    theirs = mtp_of_transformers()(live, 1).eval()
+    theirs.set_attn_implementation("eager")
+    generator = torch.Generator().manual_seed(4)
+    extra: dict[str, Tensor] = {}
+    for name, tensor in theirs.state_dict().items():
+        if not name.startswith("layers.0."):
+            continue
+        tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.3 + float("norm" in name))
+        for here, there in _LING.items():
+            name = name.replace(here, there)
+        at, part = f"model.layers.{layers}.{name.removeprefix('layers.0.')}", name.rpartition(".")[2]
+        if part == "gate_up_proj":
+            halves = zip(("gate_proj", "up_proj"), tensor.chunk(2, dim=1), strict=True)
+            for half, both in halves:
+                extra |= _each_expert(at.replace(part, half), both)
+        else:
+            extra |= _each_expert(at, tensor)
+    return add_to(path, extra, num_nextn_predict_layers=1), theirs
+
+
 class NemotronMtp:
     """Nemotron's MTP layer by transformers: the first product before a model of one attention and one expert layer."""
 

@@ -122,6 +122,13 @@ def fp8_tensor(weight: Tensor) -> Written:
     return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(0.5)}, codes.float() * scale
 
 
+def fp8_of_transformers(weight: Tensor) -> Written:
+    """As `fp8_tensor`, under the names of transformers 5."""
+    names = {"weight": "weight", "weight_scale": "weight_scale_inv", "input_scale": "activation_scale"}
+    parts, values = fp8_tensor(weight)
+    return {names[name]: each for name, each in parts.items()}, values
+
+
 def modelopt_fp4(weight: Tensor) -> Written:
     """ModelOpt's NVFP4: e4m3 scales of 16 values, and an fp32 one that multiplies."""
     table = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -12,11 +12,19 @@ from fastspec.kernels.common.experts import ExpertWeights
 from fastspec.models.checkpoints.tensor_source import TensorSource, WrappedSource
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families import FAMILIES
-from fastspec.models.layer_table import LAYER, LatentWeights, LayerWeights, StateWeights, slices_of, tensor_shapes
+from fastspec.models.layer_table import (
+    LAYER,
+    BlockWeights,
+    LatentWeights,
+    LayerWeights,
+    StateWeights,
+    slices_of,
+    tensor_shapes,
+)
 from tests.helpers import families, hybrid
 
 KDA = ("kimi_linear", "ling")
-PARTS = {"state": StateWeights, "latent": LatentWeights, "experts": ExpertWeights}
+PARTS = {"state": StateWeights, "latent": LatentWeights, "experts": ExpertWeights, "block": BlockWeights}
 NOT_STORED = {"experts.joined"}  # says how the others are stored
 
 

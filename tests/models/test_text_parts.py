@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,26 @@ def test_experts_that_a_publisher_stores_transposed_are_turned_back(width: int, 
     assert texts(tmp_path, prompt, 24) == own_text(model, prompt, 24)
     save_file({**tensors, experts[0]: tensors[experts[0]][:, 1:].contiguous()}, path, {"format": "pt"})
     assert f"8 experts of width {width}, hidden_size=64" in checkpoints.refusal(tmp_path, CheckpointError)
+
+
+@NAMED
+def test_transposed_experts_in_fp8_are_turned_back_with_their_scales(tmp_path: Path) -> None:
+    with_vision("qwen3_vl_moe", tmp_path / "meant", 48)
+    shutil.copytree(tmp_path / "meant", tmp_path / "quantised")
+    meant = load_file(tmp_path / "meant" / "model.safetensors")
+    stored, generator = dict(meant), torch.Generator().manual_seed(0)
+    for name in [each for each in meant if ".mlp.experts." in each]:
+        codes = meant[name].transpose(1, 2).to(torch.float8_e4m3fn)
+        scales = torch.rand(8, codes.shape[1] // 16, codes.shape[2] // 16, generator=generator) + 0.5
+        values = codes.float() * scales.repeat_interleave(16, 1).repeat_interleave(16, 2)
+        stored[name], stored[f"{name}_scale_inv"] = codes.contiguous(), scales
+        meant[name] = values.transpose(1, 2).contiguous()
+    save_file(meant, tmp_path / "meant" / "model.safetensors", {"format": "pt"})
+    save_file(stored, tmp_path / "quantised" / "model.safetensors", {"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    checkpoints.edit(tmp_path / "quantised" / "config.json", quantization_config=settings)
+    prompt = [3, 5, 7, 9, 11] * 3
+    assert texts(tmp_path / "quantised", prompt, 16) == texts(tmp_path / "meant", prompt, 16)
 
 
 @NAMED

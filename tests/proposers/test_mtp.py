@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import Glm4MoeForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM
+from transformers import AutoModelForCausalLM, Glm4MoeForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM
 
 from fastspec import FastSpecGenerator, NGram, SyntheticAcceptance, frequent_ids
 from fastspec.kernels.ops import TORCH_OPS
@@ -31,6 +31,7 @@ from tests.helpers.mtp import (
     random_mtp,
     stored_names,
     write_glm,
+    write_ling,
     write_target,
 )
 from tests.proposers import test_eagle3
@@ -115,9 +116,15 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return target, TheirTruth(Glm4MoeForCausalLM.from_pretrained(target, dtype=torch.float32), mtp)
 
 
-@pytest.fixture(params=["mimo", "nextn", "mtp", "hybrid", "mixture"])
+@pytest.fixture(scope="module")
+def ling(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    target, mtp = write_ling(tmp_path_factory.mktemp("ling"))
+    return target, TheirTruth(AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32), mtp)
+
+
+@pytest.fixture(params=["mimo", "nextn", "mtp", "hybrid", "mixture", "ling"])
 def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
-    if request.param in ("mimo", "hybrid", "mixture"):
+    if request.param in ("mimo", "hybrid", "mixture", "ling"):
         found: Made = request.getfixturevalue(request.param)
         return found
     target, live, tensors = write_target(tmp_path, request.param)

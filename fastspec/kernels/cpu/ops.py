@@ -11,7 +11,7 @@ from typing_extensions import override
 from fastspec.kernels import reference
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Format, Weight
-from fastspec.kernels.cpu import attention
+from fastspec.kernels.cpu import attention, state_space
 from fastspec.kernels.cpu.blocked import WIDE, is_supported
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
@@ -20,6 +20,8 @@ from fastspec.shapes import UNTILED, Tiling
 
 class CpuOps(Ops):
     """Ops in torch, except matrix products with blocked weights (cpu/blocked.py) and attention (cpu/attention.py).
+
+    Prompts of Mamba-2 pass in chunks (cpu/state_space.py).
 
     Row-major weights are multiplied as in `reference.linear`. Row-major are all fp16 weights, and the weights of
     hosted models, of experts and of models that are split over ranks.
@@ -85,6 +87,8 @@ class CpuOps(Ops):
         if work is None or call.keys.dtype == FP8:
             return reference.attend(call)
         return attention.attend(call, work)
+
+    mamba = staticmethod(state_space.mamba)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

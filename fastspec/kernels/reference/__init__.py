@@ -14,6 +14,7 @@ from fastspec.kernels.reference.layer import attention_out, layer_tail, mlp
 from fastspec.kernels.reference.linear import (
     add_norm,
     argmax,
+    gelu,
     gelu_tanh,
     gelu_tanh_mul,
     keys_of,
@@ -58,6 +59,7 @@ __all__ = [
     "feed_rows",
     "gated",
     "gated_norm",
+    "gelu",
     "gelu_tanh",
     "gelu_tanh_mul",
     "joined_norms",

@@ -86,6 +86,12 @@ def gelu_tanh_mul(gate_up: Tensor) -> Tensor:
     return gelu_tanh(gate) * up
 
 
+def gelu(x: Tensor) -> Tensor:
+    """Computes GELU of each element by its exact formula (arXiv 1606.08415), in fp32, rounded once."""
+    wide = x.float()
+    return (0.5 * wide * (1 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """Computes GELU of each element by its tanh formula."""
     if x.is_cuda:

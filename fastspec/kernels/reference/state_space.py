@@ -6,7 +6,7 @@ bits depend only on its row and the tokens before it, in decoding and in prefill
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -111,20 +111,55 @@ def mamba(
     Returns:
         [B, Q, rule.values] in product's dtype. States and sums are in fp32.
     """
+    given = mamba_inputs(product, layer, inputs, state_rows, positions, write_mask, rule, kept)
+    served, where = rule.heads // rule.groups, (states, state_rows, positions, write_mask)
+    b, c = (each.repeat_interleave(served, dim=2) for each in (given.b, given.c))
+    outs = _scanned(given.x, b, c, given.step[..., None, None], given.rate[:, None, None], given.skip, *where, kept)
+    return outs.flatten(2).to(product.dtype)
+
+
+class MambaInputs(NamedTuple):
+    """Inputs of the scan of `mamba`, in fp32, with the letters of its formulas.
+
+    Attributes:
+        x: [B, Q, heads, head_dim].
+        b, c: [B, Q, groups, state_dim].
+        step: t, [B, Q, heads].
+        rate: exp(decay), [heads].
+        skip: [heads, 1].
+    """
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    step: Tensor
+    rate: Tensor
+    skip: Tensor
+
+
+def mamba_inputs(
+    product: Tensor,
+    layer: StateParts,
+    inputs: Tensor,
+    state_rows: Tensor,
+    positions: Tensor,
+    write_mask: Tensor,
+    rule: MambaRule,
+    kept: KeptState | None,
+) -> MambaInputs:
+    """Computes the parts of `mamba` before its scan: convolution and time steps. For the arguments see there.
+
+    The inputs of the convolution are stored in `inputs` and `kept`.
+    """
     decay, more, skip = _scan_weights(layer)
     given = product[..., rule.values : rule.values + rule.channels]
     mixed = silu(convolve(given, layer.conv, layer.conv_bias, inputs, state_rows, positions, write_mask)).float()
-    x, b, c = mixed.split([rule.values, rule.shared, rule.shared], dim=-1)
-    served = rule.heads // rule.groups
-    x = x.unflatten(-1, (rule.heads, -1))
-    b, c = (each.unflatten(-1, (rule.groups, -1)).repeat_interleave(served, dim=2) for each in (b, c))
-    step = softplus(product[..., -rule.heads :].float() + more).clamp(rule.least_step, rule.most_step)
-    rate, skip = torch.exp(decay)[:, None, None], skip[:, None]
-    where = states, state_rows, positions, write_mask
-    outs = _scanned(x, b, c, step[..., None, None], rate, skip, *where, kept)
     if kept is not None:
         keep_inputs(given[0], kept, positions[0], write_mask[0])
-    return outs.flatten(2).to(product.dtype)
+    x, b, c = mixed.split([rule.values, rule.shared, rule.shared], dim=-1)
+    step = softplus(product[..., -rule.heads :].float() + more).clamp(rule.least_step, rule.most_step)
+    b, c = (each.unflatten(-1, (rule.groups, -1)) for each in (b, c))
+    return MambaInputs(x.unflatten(-1, (rule.heads, -1)), b, c, step, torch.exp(decay), skip[:, None])
 
 
 def selective_conv(

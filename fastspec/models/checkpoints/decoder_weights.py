@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from tqdm import tqdm
@@ -41,6 +41,7 @@ from fastspec.models.layer_table import (
     MODEL,
     NORM,
     NORM_BIAS,
+    BlockWeights,
     DecoderWeights,
     InputWeights,
     LatentWeights,
@@ -58,6 +59,9 @@ if TYPE_CHECKING:
 
     from fastspec.models.config import ModelSpec
     from fastspec.models.families.plan import LayerPlan
+
+
+LENT: Final = ("qkv", "o", "post_norm", "gate_up", "down")  # fields of a block that several layers share
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +231,14 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
 def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     embed = loader.weight(EMBED, use="tied" if spec.tied else "table")
     head = embed if spec.tied else loader.weight(HEAD, use="head")  # the largest tensors are filled first
-    layers = tuple(layer_weights(loader, spec, index) for index in range(spec.num_layers))
+    layers: list[LayerWeights] = []
+    for index, plan in enumerate(spec.plans):
+        lender = None if plan.block is None or plan.block.lender is None else layers[plan.block.lender]
+        layers.append(_Layer(loader, spec, plan, f"model.layers.{index}.", lender).weights())
     norm = norm_weight(loader, spec, NORM)
     bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
     inputs = _inputs(loader, spec) if spec.plans[0].inputs else None
-    return DecoderWeights(embed=embed, layers=layers, norm=norm, head=head, norm_bias=bias, inputs=inputs)
+    return DecoderWeights(embed=embed, layers=tuple(layers), norm=norm, head=head, norm_bias=bias, inputs=inputs)
 
 
 def _inputs(loader: Loader, spec: ModelSpec) -> InputWeights:
@@ -274,10 +281,14 @@ class _Layer:
         spec: spec of the model.
         plan: description of the layer's computation.
         prefix: prefix of the layer's stored names.
+        lender: weights of the layer `BlockPlan.lender`. None: the layer has all weights itself.
     """
 
-    def __init__(self, loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str) -> None:
+    def __init__(
+        self, loader: Loader, spec: ModelSpec, plan: LayerPlan, prefix: str, lender: LayerWeights | None = None
+    ) -> None:
         self._loader, self._spec, self._plan, self._prefix = loader, spec, plan, prefix
+        self._lender = lender
         self._rows = rows_of(spec, plan)
         self._joined = self._joins_shared()
         self._made: dict[str, Weight | ExpertStack | Tensor | None] = {}
@@ -297,6 +308,11 @@ class _Layer:
             fields["state"] = StateWeights(**parts["state"])
         if "latent" in parts:
             fields["latent"] = LatentWeights(**parts["latent"])
+        if "block" in parts:
+            if self._lender is not None and self._lender.block is not None:
+                fields |= {name: getattr(self._lender, name) for name in LENT}
+                parts["block"]["norm"] = self._lender.block.norm
+            fields["block"] = BlockWeights(**parts["block"])
         if "experts" in parts:
             fields["experts"] = ExpertWeights(**parts["experts"], joined=self._joined)
         return LayerWeights(**fields)

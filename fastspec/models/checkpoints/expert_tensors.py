@@ -11,6 +11,7 @@
 | `mlp.experts.gate_up_proj`, `down_proj`, transposed      | publishers of Qwen3-VL                   |
 | transposed as above, gate and up interleaved, and biases | gpt-oss in 16 bits                       |
 | `gate_up_proj_blocks` and `_scales`, `down_proj_...`     | gpt-oss in mxfp4                         |
+| `gate_up_proj` in fp8 and `gate_up_proj_scale_inv`       | transformers 5 in fp8                    |
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ GRANITE: Final = {
 }
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 BLOCKS, SCALES = "_blocks", "_scales"
+# tensors beside a quantised stack: end of the name -> last part of the name for one expert's matrix
+BESIDE: Final = {"_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale"}
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _CODES_OF_BLOCK = 16  # bytes for 32 values
 
@@ -56,19 +59,20 @@ class ExpertPart:
     Attributes:
         stored: name of the stored tensor. For mxfp4 without the suffix `_blocks`.
         expert: index of the expert on the tensor's first axis.
-        rows: range of rows of the expert's matrix after it was transposed back, or of elements of its bias.
+        rows: range of rows of the expert's matrix after it was transposed back, or of elements of its bias. None: the
+            expert has one number.
         transposed: True if the expert's matrix is stored transposed.
     """
 
     stored: str
     expert: int
-    rows: slice
+    rows: slice | None
     transposed: bool
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the expert's matrix or bias as a view of `tensor`, which is the stored tensor."""
         mine = tensor[self.expert]
-        return (mine.t() if self.transposed else mine)[self.rows]
+        return mine if self.rows is None else (mine.t() if self.transposed else mine)[self.rows]
 
 
 def by_expert(source: TensorSource, spec: ModelSpec, name: str) -> TensorSource:
@@ -201,6 +205,10 @@ class ExpertTensors(WrappedSource):
         """
         if name.endswith(SCALES):
             return  # registered with the tensor of its blocks
+        for end, leaf in BESIDE.items():
+            if name.endswith(end) and name.removesuffix(end) in _STACKS:
+                self._take_beside(experts, name.removesuffix(end), leaf, stored, info)
+                return
         blocks, bias = name.endswith(BLOCKS), name.endswith("_bias")
         kind = name.removesuffix(BLOCKS).removesuffix("_bias")
         if kind not in _STACKS:
@@ -225,6 +233,43 @@ class ExpertTensors(WrappedSource):
                 self._parts[here] = ExpertPart(stored.removesuffix(BLOCKS), expert, where, transposed)
         if blocks:
             self._check_scales(stored.removesuffix(BLOCKS) + SCALES, (plan.count, rows, width // 32))
+
+    def _take_beside(self, experts: str, kind: str, leaf: str, stored: str, info: TensorInfo) -> None:
+        """Registers each expert's part of a tensor beside a quantised stack, such as the scales of its blocks.
+
+        The shape of each part is checked later, with that of its matrix.
+
+        Args:
+            experts: prefix of the parts' names.
+            kind: name of the stack, one of `_STACKS`.
+            leaf: last part of the parts' names.
+            stored: whole stored name of the tensor.
+            info: properties of the tensor.
+        """
+        names, count = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,), self._plan.count
+        flat = len(info.shape) == 1
+        rows = info.shape[2 if self._transposed else 1] if len(info.shape) == 3 else 1
+        splits = rows == 1 or rows % len(names) == 0
+        if (
+            info.shape[:1] != (count,)
+            or len(info.shape) not in (1, 3)
+            or not splits
+            or (self._interleaved and not flat)
+        ):
+            raise CheckpointError(
+                f"{self._name}: {stored} in {info.where} has shape {list(info.shape)}, wanted [{count}], or one matrix "
+                "for each expert, of which one half is the gate's and the other half that of up"
+            )
+        other = info.shape[1 if self._transposed else 2] if not flat else 0
+        each = rows if rows == 1 else rows // len(names)  # a single scale belongs to both halves
+        for at, part in enumerate(names):
+            first = 0 if rows == 1 else at * each
+            shown = TensorInfo(() if flat else (each, other), info.dtype, info.where)
+            where = None if flat else slice(first, first + each)
+            for expert in range(count):
+                here = f"{experts}.{expert}.{part}.{leaf}"
+                self._enter(here, stored, shown)
+                self._parts[here] = ExpertPart(stored, expert, where, self._transposed)
 
     def _shape(
         self, plan: ExpertsPlan, rows: int, width: int, blocks: bool, bias: bool, transposed: bool

@@ -284,7 +284,9 @@ def _rope_as_built(module: nn.Module, path: str, rope: RopeSpec, prefix: str) ->
     return rope
 
 
-PLAIN_LAYERS: Final = (nn.Linear, nn.Embedding, nn.ModuleList, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d)
+PLAIN_LAYERS: Final = (
+    *(nn.Linear, nn.Embedding, nn.ModuleList, nn.Sequential, nn.SiLU, nn.LayerNorm, nn.Dropout, nn.Conv1d),
+)
 
 
 def _is_imported_by(kind: type, part: type) -> bool:
@@ -302,7 +304,7 @@ def check_module(module: nn.Module) -> None:
         UnsupportedModel: the message names the class, the submodule, the devices, or the change.
     """
     import transformers
-    from transformers.activations import GELUTanh, ReLUSquaredActivation, SiLUActivation
+    from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 
     kind = type(module)
     supported = [
@@ -321,8 +323,8 @@ def check_module(module: nn.Module) -> None:
     for name, part in module.named_modules():
         plain = (
             type(part) in PLAIN_LAYERS
-            or (type(part) is nn.Identity and name.endswith(identities))
-            or type(part) in (SiLUActivation, GELUTanh, ReLUSquaredActivation)
+            or (type(part) is nn.Identity and name.rstrip(".0123456789").endswith(identities))
+            or type(part) in (SiLUActivation, GELUActivation, GELUTanh, ReLUSquaredActivation)
             or type(part).__module__ == kind.__module__
             or _is_imported_by(kind, type(part))
         )

@@ -31,11 +31,14 @@ class RenamedTensors(WrappedSource):
     Args:
         source: the stored tensors.
         stored: new name -> stored name. Tensors that it does not name are left out.
+        copies: new name -> stored names of further copies of the same tensor, which are released with it.
     """
 
-    def __init__(self, source: TensorSource, stored: Mapping[str, str]) -> None:
+    def __init__(
+        self, source: TensorSource, stored: Mapping[str, str], copies: Mapping[str, list[str]] | None = None
+    ) -> None:
         super().__init__(source)
-        self._stored = stored
+        self._stored, self._copies = stored, copies or {}
 
     def _inner(self, name: str) -> str:
         return self._stored[name]
@@ -44,6 +47,27 @@ class RenamedTensors(WrappedSource):
         """Returns the properties of every tensor, by its new name."""
         infos = self._source.infos()
         return {name: infos[stored] for name, stored in self._stored.items()}
+
+    def release(self, names: list[str]) -> None:
+        """Frees the memory of these tensors, and of their copies, in the source."""
+        super().release(names)
+        self._source.release([copy for name in names for copy in self._copies.get(name, ())])
+
+    def check_copies(self, name: str) -> None:
+        """Refuses a source in which two copies of one tensor have other values. `name` is its name, for messages.
+
+        Raises:
+            CheckpointError: names both tensors.
+        """
+        with self._source.open():
+            for kept, copies in self._copies.items():
+                for copy in copies:
+                    first, other = self._source.read(self._stored[kept]), self._source.read(copy)
+                    if first.data_ptr() != other.data_ptr() and not torch.equal(first, other):
+                        raise CheckpointError(
+                            f"{name}: {self._stored[kept]!r} and {copy!r} are one weight that layers share, and their "
+                            "values differ; keep the first one"
+                        )
 
 
 class FlatTensors(WrappedSource):
@@ -125,12 +149,31 @@ def with_usual_names(source: TensorSource, spec: ModelSpec) -> TensorSource:
     """Returns a source whose tensors have the names and shapes of the table `layer_table.LAYER`.
 
     Some families store tensors under other names (`ModelFamily.renamed`), or vectors with additional axes of size 1
-    (`ModelFamily.flat`).
+    (`ModelFamily.flat`). If a tensor is stored several times (`ModelFamily.located`), the first one counts.
     """
-    renamed, flat = FAMILIES[spec.family].renamed, FAMILIES[spec.family].flat
-    if renamed:
-        source = RenamedTensors(source, {usual_name(stored, renamed): stored for stored in source.infos()})
+    flat = FAMILIES[spec.family].flat
+    source = _renamed(source, spec)
     return FlatTensors(source, flat) if flat else source
+
+
+def check_copies(source: TensorSource, spec: ModelSpec, name: str) -> None:
+    """Refuses a source in which copies of a weight that layers share differ. For the error see `RenamedTensors`.
+
+    Args:
+        source: the stored tensors.
+        spec: spec of the model.
+        name: name of the checkpoint, for messages.
+    """
+    _renamed(source, spec).check_copies(name)
+
+
+def _renamed(source: TensorSource, spec: ModelSpec) -> RenamedTensors:
+    family, stored, copies = FAMILIES[spec.family], dict[str, str](), dict[str, list[str]]()
+    for name in source.infos():
+        usual = family.located(spec.plans, usual_name(name, family.renamed))
+        if stored.setdefault(usual, name) != name:
+            copies.setdefault(usual, []).append(name)
+    return RenamedTensors(source, stored, copies)
 
 
 def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:

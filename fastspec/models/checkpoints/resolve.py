@@ -35,6 +35,7 @@ from fastspec.models.checkpoints.hub import download, download_file, hub_gguf
 from fastspec.models.checkpoints.live_module import ModuleTensors, as_built, check_as_built
 from fastspec.models.checkpoints.parameter_names import (
     NamedTensors,
+    check_copies,
     has_own_head,
     named,
     with_found_names,
@@ -208,6 +209,7 @@ def _from_module(module: nn.Module, role: str) -> Checkpoint:
     spec = _with_stored_dtype(spec, tensors.infos())
     check_tensors(tensors.infos(), spec, name)
     check_no_others(tensors.infos(), spec, name)
+    check_copies(held, spec, name)
     check_as_built(module, spec)
     spec = as_built(module, spec)
     if spec.tied and has_own_head(tensors):
@@ -229,6 +231,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
         quantisation = _quantisation(directory, raw)
     shards: TensorSource = by_expert(ShardTensors(directory), spec, name)
     check_mxfp4(shards, quantisation, name)
+    check_copies(shards, spec, name)
     spec = with_found_names(spec, with_usual_names(shards, spec))
     stored, scales = "", {}
     if quantisation is not None:

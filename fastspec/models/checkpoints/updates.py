@@ -20,7 +20,7 @@ from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import PendingWeights, own_part, source_of, whole_spec
 from fastspec.models.checkpoints.expert_tensors import by_expert
-from fastspec.models.checkpoints.parameter_names import has_own_head, named
+from fastspec.models.checkpoints.parameter_names import check_copies, has_own_head, named
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
@@ -177,7 +177,9 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
         source = _of_checkpoint(values, checkpoint)
     else:
         pairs = values.items() if isinstance(values, Mapping) else values
-        source = named(by_expert(GivenTensors(pairs), spec, _WHERE), spec)
+        given = by_expert(GivenTensors(pairs), spec, _WHERE)
+        check_copies(given, spec, _WHERE)
+        source = named(given, spec)
         if others := source.others():
             raise CheckpointError(
                 f"{_WHERE}: {listing(others)} unexpected; the {checkpoint.role} {checkpoint.name} has no such tensors. "

@@ -28,6 +28,7 @@ from fastspec.models.families.recurrent.kimi import BAILING_HYBRID, KIMI_LINEAR
 from fastspec.models.families.recurrent.lfm2 import LFM2, LFM2_MOE, LFM3
 from fastspec.models.families.recurrent.mamba import BAMBA, FALCON_H1
 from fastspec.models.families.recurrent.nemotron_h import NEMOTRON_H
+from fastspec.models.families.recurrent.zamba2 import ZAMBA2
 from fastspec.models.families.smollm3 import SMOLLM3
 from fastspec.models.families.starcoder2 import STARCODER2
 
@@ -82,6 +83,7 @@ FAMILIES: Final[dict[str, ModelFamily]] = {
     "bamba": BAMBA,
     "falcon_h1": FALCON_H1,
     "nemotron_h": NEMOTRON_H,
+    "zamba2": ZAMBA2,
     "jamba": JAMBA,
     "kimi_linear": KIMI_LINEAR,
     "bailing_hybrid": BAILING_HYBRID,

@@ -10,7 +10,7 @@ from fastspec.models.fields import ConfigFields
 from fastspec.shapes import AttentionRule, ClampedGate, RoutingRule, SquaredRelu, StateRule
 
 NormKind = Literal["rms", "rms_fp32", "rms_plus_one", "layer"]
-Activation = Literal["silu", "gelu_tanh", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 HeadNorm = Literal["head", "head_after_rope", "projection"]
 
 
@@ -108,6 +108,29 @@ class LatentPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """Transformer block before the recurrent op of a layer (Zamba2). Several layers share its weights.
+
+        b = norm([x, e])                            e: the token's embedding
+        q, k, v = b Wqkv + b A_in A_out             one A for q, k and v each [with `adapts`]
+        h = norm(attention(q, k, v) Wo)
+        g, u = h Wgate_up + h B_in B_out
+        x = x + recurrent op(norm(x + (f(g) * u) Wdown Wlinear))
+
+    A, B and Wlinear are the layer's own. The keys and values in the cache are its own, too.
+
+    Attributes:
+        rank: inner width of the adapters A and B.
+        lender: index of the earlier layer whose weights this layer uses. None: it has weights of its own.
+        adapts: True if q, k and v have adapters.
+    """
+
+    rank: int
+    lender: int | None = None
+    adapts: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LayerPlan:
     """Plan of one decoder layer. x is the residual stream; f is the activation.
 
@@ -175,6 +198,7 @@ class LayerPlan:
         scaled: True if the layer's result is multiplied by a number from the checkpoint.
         latent: sizes of latent attention. kv_heads must then be the number of query heads, and head_dim the elements of
             a key. None: usual projections of q, k and v.
+        block: the layer's attention and MLP are a block before its recurrent op. None: they are not.
     """
 
     window: int | None = None
@@ -212,17 +236,18 @@ class LayerPlan:
     inputs: int = 0
     scaled: bool = False
     latent: LatentPlan | None = None
+    block: BlockPlan | None = None
 
     def __post_init__(self) -> None:
         if self.experts is not None and not (self._holds_experts and self.feeds):
             raise ValueError("experts go with pre_norm, and silu or relu2, and without post_norm, parallel and bias")
         if not (self.mixes or self.feeds):
             raise ValueError("a layer without attention, state and MLP; wanted one of them")
-        if (self.factors is not None) != (self.attends and self.state is not None):
-            raise ValueError("factors are those of a layer with attention and a state; wanted both, or neither")
+        if (self.factors is not None or self.block is not None) != (self.attends and self.state is not None):
+            raise ValueError("a layer with attention and a state has factors or a block; wanted both, or neither")
         if self.parallel and (self.post_norm or not self.pre_norm):
             raise ValueError("a parallel layer has other norms; wanted pre_norm and no post_norm")
-        if self.gated != (self.activation == "silu") and self.activation != "gelu_tanh":
+        if self.gated != (self.activation == "silu") and self.activation not in ("gelu", "gelu_tanh"):
             raise ValueError(
                 f"activation={self.activation!r} with gated={self.gated}; wanted silu with a gate, relu2 without"
             )
@@ -256,6 +281,11 @@ class LayerPlan:
         return norms and ends and self.residual_scale == 1.0 and own
 
     @property
+    def owns(self) -> bool:
+        """True if weights of attention and MLP are the layer's own. False: those of the layer `BlockPlan.lender`."""
+        return self.block is None or self.block.lender is None
+
+    @property
     def caches(self) -> bool:
         """True if the layer writes keys and values to the cache."""
         return self.attends and self.shares is None
@@ -280,7 +310,7 @@ class LayerPlan:
 
         Empty: `Ops.linear` does not compute the activation.
         """
-        fused = self.gated and self.factors is None
+        fused = self.gated and self.factors is None and self.block is None
         return {"gated": True, "gelu": self.activation == "gelu_tanh"} if fused else {}
 
     @property
@@ -321,6 +351,10 @@ def _hosts_none(config: object) -> bool:
     return False
 
 
+def _as_named(plans: tuple[LayerPlan, ...], name: str) -> str:
+    return name
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
     """One family of models. Says how to read the configs and the stored tensors of the family.
@@ -336,6 +370,8 @@ class ModelFamily:
         flat: endings of names. Vectors with such a name are stored with additional axes of size 1.
         renamed: part of a stored name -> its replacement, applied in this order. It is for tensors outside of layers,
             and for names that differ between files and live modules.
+        located: function of (plans of all layers, name of a tensor after `renamed`) that returns the name of the same
+            tensor in the layer that uses it. It gives copies of a tensor the same name.
         eps: config field with the epsilon of norms.
         inner: config field with the intermediate size of the MLP, or a function of the config fields that returns it.
         act: (config field of the activation, the one value that the plans implement). None: the config has no such
@@ -364,6 +400,7 @@ class ModelFamily:
     renamed: Mapping[str, str] = field(default_factory=dict)
     other_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     flat: tuple[str, ...] = ()
+    located: Callable[[tuple[LayerPlan, ...], str], str] = _as_named
     eps: str = "rms_norm_eps"
     inner: str | Callable[[ConfigFields], int] = "intermediate_size"
     act: tuple[str, str] | None = ("hidden_act", "silu")

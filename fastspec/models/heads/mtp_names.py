@@ -30,7 +30,7 @@ _PLACES: Final[Mapping[MtpLayout, re.Pattern[str]]] = {
 _ENDS: Final = {"eh_proj": FC, "enorm": EMBED_NORM, "hnorm": HIDDEN_NORM, "final_layernorm": NORM}
 _NAMES: Final[Mapping[MtpLayout, Mapping[str, str]]] = {
     "mtp": {},
-    "nextn": {"eh_proj": FC, "enorm": EMBED_NORM, "hnorm": HIDDEN_NORM, "shared_head.norm": NORM},
+    "nextn": {**_ENDS, "shared_head.norm": NORM},  # Ling has final_layernorm, others shared_head.norm
     "mimo": {
         "input_proj": FC,
         "token_layernorm": EMBED_NORM,
@@ -50,8 +50,8 @@ class StoredMtp:
     """MTP layers that a checkpoint contains in addition to its model.
 
     Attributes:
-        layout: publisher whose names the tensors have: "mtp" is Qwen, "nextn" is DeepSeek and GLM, "mimo" is MiMo,
-            "mimo-v2" is MiMo-V2, "nemotron" is Nemotron.
+        layout: publisher whose names the tensors have: "mtp" is Qwen, "nextn" is DeepSeek, GLM and Ling, "mimo" is
+            MiMo, "mimo-v2" is MiMo-V2, "nemotron" is Nemotron.
         depth: number of MTP layers.
         names: name of a tensor in this package -> its stored name, for all MTP layers. The first layer has the names
             fc, pre_fc_norm_embedding, pre_fc_norm_hidden and norm, and `model.layers.0.*` for its decoder layer. Layer

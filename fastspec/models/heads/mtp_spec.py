@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.parameter_names import RenamedTensors
+from fastspec.models.checkpoints.parameter_names import RenamedTensors, usual_name
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.config import ModelSpec
+from fastspec.models.families import FAMILIES
 from fastspec.models.families.plan import LayerPlan
 from fastspec.models.heads.checkpoint import HeadCheckpoint, sizes_of
 from fastspec.models.heads.mtp_names import (
@@ -117,8 +119,7 @@ def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
     """
     assert target.directory is not None, "checked by `resolve_mtp`"
     stored: TensorSource = ShardTensors(target.directory)
-    layers = target.native.num_layers
-    found = find_mtp(stored.infos().keys(), layers)
+    found = mtp_of(target.native, stored.infos().keys())
     assert found is not None, "there was one when it was resolved"
     if target.quantisation is not None:
         infos = stored.infos()
@@ -131,9 +132,20 @@ def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
         }
         if coded:
             stored = QuantisedShards(stored, target.quantisation, coded)
-            found = find_mtp(stored.infos().keys(), layers)
+            found = mtp_of(target.native, stored.infos().keys())
             assert found is not None, "a matrix goes under its module's name"
     return RenamedTensors(stored, found.names)
+
+
+def mtp_of(model: ModelSpec, stored: Collection[str]) -> StoredMtp | None:
+    """Returns the MTP layers among the stored tensors of a model's checkpoint. None if there are none.
+
+    `StoredMtp.names` has the names of the table `layer_table.LAYER`, also if the family stores others.
+    """
+    found, renamed = find_mtp(stored, model.num_layers), FAMILIES[model.family].renamed
+    if found is None:
+        return None
+    return replace(found, names={usual_name(name, renamed): there for name, there in found.names.items()})
 
 
 def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
@@ -141,8 +153,8 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
 
     Raises:
         CheckpointError: the directory has no MTP layer.
-        UnsupportedModel: the target is run by transformers' own module or has latent attention, or an MTP layer has
-            experts and the target has none.
+        UnsupportedModel: the target is run by transformers' own module, or an MTP layer has experts and the target has
+            none.
     """
     if target.spec.hosting:
         raise UnsupportedModel(
@@ -150,18 +162,13 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
             "model, or NGram()"
         )
     sizes, model = sizes_of(target), target.native
-    found = find_mtp(ShardTensors(directory).infos().keys(), model.num_layers)
+    found = mtp_of(model, ShardTensors(directory).infos().keys())
     if found is None:
         raise CheckpointError(
             f"{target.name} has no MTP layer (mtp.*, model.layers.{model.num_layers}.* or model.mtp_layers.*); use a "
             "learned drafter, a draft model, or NGram()"
         )
     plan, own_names = _plan(model), model.own_names
-    if plan.latent is not None:
-        raise UnsupportedModel(
-            f"an MTP layer has the attention of its target, and latent attention of {target.name} is not implemented "
-            "for it; use a learned drafter, a draft model, or NGram()"
-        )
     if found.layout == "nemotron":
         plan, own_names = _with_experts(model, plan), (("post_norm", (SECOND_NORM,)),)
     decoder = replace(model, plans=(plan,) * found.depth, own_names=own_names)

@@ -287,8 +287,8 @@ class Mtp(HeadDecoder):
         self.head = spec
         self._parts = [_mtp_part(weights, 0 if spec.shares_parts else index) for index in range(spec.num_layers)]
         plan = spec.decoder.plans[0]
-        plain = plan.norm == "rms" and plan.qk_norm in (None, "head") and not plan.output_gate
-        self._stores = plain and plan.rope == 0
+        plain = plan.norm == "rms" and plan.qk_norm in (None, "head") and not (plan.output_gate or plan.head_gate)
+        self._stores = plain and plan.rope == 0 and plan.latent is None
 
     def condense(self, features: Tensor, tiling: Tiling) -> Tensor:
         """Removes the axis of layers from the target's hidden states: [B, Q, 1, hidden] becomes g [B, Q, hidden].

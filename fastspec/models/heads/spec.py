@@ -333,10 +333,16 @@ class HeadSpec:
     def attention_inputs(self) -> int:
         """Number of elements per position that the last layer needs from its attention on.
 
-        They are the residual stream, q, k, v and output gates, concatenated.
+        They are the residual stream, q, k, v and output gates, concatenated. With latent attention (`LatentPlan`) they
+        are q or its first projection, c and r, in place of q, k and v.
         """
-        gates = self.num_heads if self.decoder.plans[-1].output_gate else 0
-        return self.hidden_size + (self.num_heads + gates + 2 * self.num_kv_heads) * self.head_dim
+        plan = self.decoder.plans[-1]
+        gates = self.num_heads * (plan.head_gate + (self.head_dim if plan.output_gate else 0))
+        if (latent := plan.latent) is not None:
+            return (
+                self.hidden_size + (latent.q_rank or self.num_heads * latent.dim) + latent.rank + latent.shared + gates
+            )
+        return self.hidden_size + (self.num_heads + 2 * self.num_kv_heads) * self.head_dim + gates
 
     @property
     def max_drafts(self) -> int | None:

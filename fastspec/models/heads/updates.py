@@ -15,8 +15,7 @@ from fastspec.models.checkpoints.parameter_names import RenamedTensors
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.checkpoints.updates import GivenTensors, NewWeights, WeightUpdate, check_format
 from fastspec.models.heads.checkpoint import OFFSETS, HeadCheckpoint, HeadTensors, check_head_tensors, target_ids
-from fastspec.models.heads.mtp_names import find_mtp
-from fastspec.models.heads.mtp_spec import MtpSpec, mtp_tensors
+from fastspec.models.heads.mtp_spec import MtpSpec, mtp_of, mtp_tensors
 from fastspec.models.heads.spec import plain_name
 from fastspec.models.heads.weights import PendingHead
 
@@ -79,7 +78,7 @@ def _names(given: GivenTensors, checkpoint: HeadCheckpoint) -> dict[str, str]:
     """Maps the names of the draft head's tensors in this package to the names of the given tensors."""
     if checkpoint.source is None:
         return {plain_name(name): name for name in given.infos()}
-    found = find_mtp(given.infos().keys(), checkpoint.source.native.num_layers)
+    found = mtp_of(checkpoint.source.native, given.infos().keys())
     if found is None:
         raise CheckpointError("the update has no MTP layers; give them by the names of the target's checkpoint")
     return dict(found.names)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastspec.kernels import reference
+from fastspec.kernels.cpu.state_space import mamba as in_chunks
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import ConvRule, MambaRule, SelectiveRule
 from tests.helpers.devices import devices
@@ -287,6 +288,68 @@ def test_the_state_after_a_chunk_is_kept(which: int, kind: str, device: str) -> 
         assert torch.equal(kept.state, short.states[1, (after - 1) % SLOTS])
         for position in range(after - rule.tail, after):
             assert torch.equal(kept.inputs[position % rule.width], short.inputs[1, position % short.inputs.shape[1]])
+
+
+# of a prompt in chunks of 64: first position, tokens, masked ones at the beginning and at the end
+PROMPTS = {"from 0": (0, 150, 0, 0), "later": (64, 70, 0, 5), "inside": (30, 40, 0, 0), "masked": (60, 9, 3, 2)}
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("mamba", F32), ("mamba", BF16), ("wide", F32)])
+@pytest.mark.parametrize("name", PROMPTS)
+def test_chunks_of_a_prompt_are_the_definition(name: str, kind: str, dtype: torch.dtype) -> None:
+    start, tokens, before, behind = PROMPTS[name]
+    product, at = a_product(kind, 2, tokens, dtype, "cpu"), torch.arange(tokens)
+    mask = ((at >= before) & (at < tokens - behind)).repeat(2, 1)
+    mine, wanted = a_case(kind, dtype, "cpu", 2), a_case(kind, dtype, "cpu", 2)
+    found, expected = (
+        case.run(op, product, [start, start], mask) for case, op in ((mine, in_chunks), (wanted, reference.mamba))
+    )
+    # sums of up to 64 terms, whose products of decays are one exp: more roundings than `close` allows
+    eps = 32 * torch.finfo(dtype).eps if dtype is BF16 else 1e-5
+    torch.testing.assert_close(found[mask], expected[mask], rtol=eps, atol=eps)
+    torch.testing.assert_close(mine.states, wanted.states, rtol=1e-5, atol=1e-5)
+    assert torch.equal(mine.inputs, wanted.inputs)
+
+
+@pytest.mark.parametrize("kind", ["mamba", "wide"])
+def test_bits_of_a_prompt_do_not_depend_on_its_passes_or_on_later_tokens(kind: str) -> None:
+    product, cuts = a_product(kind, 1, 200, F32, "cpu"), ([200], [64, 128, 8], [192, 8])
+    cases = [a_case(kind, F32, "cpu", 1) for _ in range(1 + len(cuts))]
+    found = []
+    for case, cut in zip(cases, cuts, strict=False):
+        pieces, start = [], 0
+        for tokens in cut:
+            pieces.append(case.run(in_chunks, product[:, start : start + tokens].contiguous(), [start]))
+            start += tokens
+        found.append(torch.cat(pieces, dim=1))
+    for other, case in zip(found[1:], cases[1:], strict=False):
+        assert torch.equal(other, found[0])
+        assert torch.equal(case.states[1, 199 % SLOTS], cases[0].states[1, 199 % SLOTS])
+    inside, parts = (a_case(kind, F32, "cpu", 1) for _ in range(2))
+    whole = inside.run(in_chunks, product[:, 30:100].contiguous(), [30])
+    both = [parts.run(in_chunks, product[:, a:b].contiguous(), [a]) for a, b in ((30, 64), (64, 100))]
+    assert torch.equal(torch.cat(both, dim=1), whole)
+    assert torch.equal(cases[-1].run(in_chunks, product[:, :90].contiguous(), [0]), found[0][:, :90])
+
+
+@pytest.mark.parametrize("kind", ["mamba", "wide"])
+def test_a_state_inside_a_prompt_in_chunks_is_that_of_a_shorter_one(kind: str) -> None:
+    rule, product = RULES[kind], a_product(kind, 1, 150, F32, "cpu")
+    long, short = (a_case(kind, F32, "cpu", 1) for _ in range(2))
+    inputs = torch.zeros(rule.width, rule.channels)
+    kept = KeptState(torch.tensor([128]), torch.zeros(rule.state_shape), inputs)
+    long.run(in_chunks, product, [0], kept=kept)
+    short.run(in_chunks, product[:, :128].contiguous(), [0])
+    assert torch.equal(kept.state, short.states[1, 127 % SLOTS])
+    for position in range(128 - rule.tail, 128):
+        assert torch.equal(inputs[position % rule.width], short.inputs[1, position % short.inputs.shape[1]])
+
+
+def test_a_step_on_the_cpu_goes_token_by_token() -> None:
+    product = a_product("mamba", 3, SLOTS, F32, "cpu")
+    mine, wanted = a_case("mamba", F32, "cpu"), a_case("mamba", F32, "cpu")
+    assert torch.equal(mine.run(in_chunks, product, [0, 7, 63]), wanted.run(reference.mamba, product, [0, 7, 63]))
+    assert torch.equal(mine.states, wanted.states)
 
 
 @pytest.mark.parametrize("device", devices())

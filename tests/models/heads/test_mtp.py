@@ -37,6 +37,7 @@ from tests.helpers.mtp import (
     stored_names,
     write_glm,
     write_layers,
+    write_ling,
     write_nemotron,
     write_target,
 )
@@ -62,9 +63,8 @@ def built(target: Path) -> tuple[Mtp, DecoderWeights]:
     assert isinstance(spec, MtpSpec)
     assert pending.weights.decoder.embed is shared.embed, "nothing that is shared is copied"
     assert pending.weights.decoder.head is shared.head
-    cache = PagedKVCache.allocate(
-        spec.num_layers, 5, 4, spec.num_kv_heads, spec.head_dim, dtype=torch.float32, device=CPU
-    )
+    heads = [(kv_heads, dim) for _, kv_heads, dim in spec.attention_shapes]
+    cache = PagedKVCache.for_heads(heads, 5, 4, dtype=torch.float32, device=CPU)
     return Mtp(spec, pending.weights, cache, TORCH_OPS, max_positions=16, batch=1, max_queries=8), shared
 
 
@@ -144,6 +144,25 @@ def test_the_layer_of_nemotron_is_that_of_transformers(tmp_path: Path) -> None:
     save_file(kept, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"mixer\.q_proj"):
         built(target)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"q_lora_rank": None}])
+@torch.inference_mode()
+def test_the_layer_of_ling_is_that_of_transformers(sizes: dict[str, Any], tmp_path: Path) -> None:
+    """Latent attention with a gate for each head, and experts."""
+    target, theirs = write_ling(tmp_path, **sizes)
+    model, _ = built(target)
+    plan = model.spec.plans[0]
+    assert plan.latent is not None
+    assert plan.head_gate
+    assert plan.experts is not None
+    compare(model, theirs, theirs.config)
+    g, following = inputs(theirs.config.hidden_size, theirs.config.vocab_size)
+    made = model.absorb(g[None], fed(following, 0, ROWS))
+    assert made.shape[-1] == model.head.attention_inputs
+    whole = model.drafted(g[None], fed(following, 0, ROWS))
+    last = model.resumed(made[:, -1:].contiguous(), fed(following, ROWS - 1, ROWS))
+    torch.testing.assert_close(last, whole[:, -1:], **CLOSE)
 
 
 def compare(model: Mtp, theirs: Any, config: Any) -> None:

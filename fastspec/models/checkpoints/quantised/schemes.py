@@ -26,6 +26,7 @@ from typing_extensions import override
 from fastspec.kernels.common.codes import Codes, CodesKind
 
 SCALES = ("F32", "BF16", "F16")
+POWERS = "F8_E8M0"  # dtype of scales that are powers of two
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in a word, in nibbles, of column j of eight
 
 
@@ -93,7 +94,7 @@ class Float8(Scheme):
     def parts(self, shape: tuple[int, int]) -> dict[str, StoredPart]:
         return {
             "weight": StoredPart((shape,), ("F8_E4M3",)),
-            self.scale: StoredPart(_scale_shapes(shape, self.block), SCALES, over=_over(self.kind(shape))),
+            self.scale: StoredPart(_scale_shapes(shape, self.block), (*SCALES, POWERS), over=_over(self.kind(shape))),
             **_unused(shape, self.block),
         }
 
@@ -229,7 +230,7 @@ class Float4(Scheme):
             self.weight: StoredPart(((rows, columns // 2),), ("U8",), over=(("N", 1), ("K", 2))),
             "weight_scale": StoredPart(
                 ((rows, columns // self.group),),
-                ("F8_E4M3",) if self.overall else ("U8", "F8_E8M0"),
+                ("F8_E4M3",) if self.overall else ("U8", POWERS),
                 over=_over(self.kind(shape)),
             ),
         }
@@ -386,7 +387,8 @@ def _unused(shape: tuple[int, int], block: tuple[int, int] | None) -> dict[str, 
     """
     over = _over(CodesKind("int8", block or (1, shape[1])))
     zeros = StoredPart(_scale_shapes(shape, block), ("I8", "I32", "I64", "F8_E4M3", *SCALES), required=False, over=over)
-    return {"input_scale": StoredPart(((), (1,)), SCALES, required=False), "weight_zero_point": zeros}
+    inputs = StoredPart(((), (1,)), SCALES, required=False)
+    return {"input_scale": inputs, "activation_scale": inputs, "weight_zero_point": zeros}
 
 
 def _check_no_zeros(tensors: Mapping[str, Tensor]) -> None:

@@ -9,6 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.kv_scales import KVScales
 from fastspec.models.checkpoints.parameter_names import PREFIX, parameter, usual_name
 from fastspec.models.checkpoints.quantised.configs import Quantisation
-from fastspec.models.checkpoints.quantised.schemes import Over, Scheme
+from fastspec.models.checkpoints.quantised.schemes import Float8, Over, Scheme
 from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
 
@@ -104,7 +105,8 @@ def scales_of_layers(found: Mapping[int, CacheScales], layers: Iterable[int]) ->
 
 WEIGHT = ".weight"
 # last parts of tensor names that only quantised matrices have
-MARKS = ("weight_packed", "weight_scale", "weight_scale_inv", "qweight", "scales")
+INVERSE: Final = "weight_scale_inv"  # in spite of its name, codes are multiplied by it
+MARKS = ("weight_packed", "weight_scale", INVERSE, "qweight", "scales")
 
 _UNCHANGED: Final[Mapping[str, str]] = {}
 GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # names of tensors with the number of each column's group
@@ -179,6 +181,8 @@ class QuantisedShards(WrappedSource):
                     f"{self.directory}: {module} is stored quantised, and the config's {self._quantisation.method} "
                     "settings leave it out; take config.json and weights of one commit"
                 )
+            if isinstance(scheme, Float8) and f"{module}.{INVERSE}" in infos:
+                scheme = replace(scheme, scale=INVERSE)
             rows, columns = shapes[name]
             yield module + WEIGHT, Matrix(module, scheme, (rows, columns), self._parts(module, scheme, (rows, columns)))
 

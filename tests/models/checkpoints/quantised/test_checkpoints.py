@@ -48,6 +48,7 @@ KINDS: dict[str, Callable[[], tuple[dict[str, Any], Any]]] = {
     ),
     "fp8 of DeepSeek": lambda: (FP8, quantised.fp8_blocks),
     "fp8 static": lambda: ({"quant_method": "fp8", "activation_scheme": "static"}, quantised.fp8_tensor),
+    "fp8 of transformers": lambda: ({"quant_method": "fp8"}, quantised.fp8_of_transformers),
     "awq": lambda: (AWQ, quantised.awq(32)),
     "gptq": lambda: (GPTQ, quantised.gptq(4, 32, symmetric=True, v2=False)),
     "gptq with zeros": lambda: ({**GPTQ, "sym": False}, quantised.gptq(4, 32, symmetric=False, v2=False)),

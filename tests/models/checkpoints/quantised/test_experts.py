@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from fastspec import FastSpecGenerator, UnsupportedModel
+from fastspec import CheckpointError, FastSpecGenerator, UnsupportedModel
 from fastspec.kernels.common.experts import can_stack_codes
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints.decoder_weights import load_weights, planned_bytes
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.layer_table import DecoderWeights
 from tests.helpers.hybrid import VOCAB, decoder, logits_of
-from tests.helpers.mxfp4 import rewritten
+from tests.helpers.mxfp4 import FILE, rewritten
 from tests.helpers.quantised_experts import FORMS, config_of, save
 
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -27,6 +31,7 @@ KEEPING = TORCH_OPS.replaced(
 # bits of a value: its code, then its scales, of which some are stored wider than in the checkpoint; of rows of 64
 # padded to 128, and a factor of each row
 BITS = {"fp8": 2 * 8 + 32 / 64, "gptq": 2 * (4 + 16 / 32) + 32 / 64, "awq": 2 * (4 + 32 / 32) + 32 / 64}
+CODES = {torch.float8_e4m3fn: torch.uint8}  # of which torch has no stacks
 BITS |= {"nvfp4": 2 * (4 + 16 / 16) + 32 / 64, "mixed": 2 * (4 + 16 / 16) + 32 / 64}
 
 
@@ -73,6 +78,88 @@ def test_text_is_that_of_the_values_with_and_without_drafts(tmp_path: Path) -> N
             texts.append(gen.generate(prompts, max_new_tokens=12, eos_token_id=None, num_speculative_tokens=k))
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], texts[2])
+
+
+def stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of all experts as transformers has them in memory: scales of gate and up one above the other."""
+    found, matrices = {}, {}
+    for name, tensor in tensors.items():
+        if (
+            match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|weight_scale_inv)", name)
+        ) is None:
+            found[name] = tensor
+            continue
+        stack, expert, part, leaf = match.groups()
+        kind = "down" if part == "down" else "gate_up"
+        name = f"{stack}.{kind}_proj{leaf.removeprefix('weight')}"
+        matrices.setdefault(name, {}).setdefault(int(expert), {})[part] = tensor.view(
+            CODES.get(tensor.dtype, tensor.dtype)
+        )
+    for name, experts in matrices.items():
+        halves = ("down",) if "down" in name else ("gate", "up")
+        whole = torch.stack([torch.cat([experts[at][each] for each in halves]) for at in range(len(experts))])
+        found[name] = whole.view(torch.float8_e4m3fn) if whole.dtype is torch.uint8 else whole
+    return found
+
+
+def with_scales(tensors: dict[str, Tensor], form: str) -> dict[str, Tensor]:
+    """Scales of experts as the powers of two next to them, or the gate's for up."""
+    found = dict(tensors)
+    for name in [each for each in tensors if ".experts." in each and each.endswith("scale_inv")]:
+        if form == "powers":
+            found[name] = torch.exp2(torch.log2(tensors[name]).round())
+        elif form == "one":
+            found[name] = tensors[name.replace("up_proj", "gate_proj")].clone()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("form", ["blocks", "powers", "one"])
+def test_stacks_of_all_experts_in_fp8_mean_what_each_of_them_means(form: str, tmp_path: Path) -> None:
+    apart, _ = save("fp8", tmp_path)
+    shutil.copytree(apart, tmp_path / "stacked")
+    tensors = with_scales(load_file(apart / FILE), form)
+    rewritten(apart, tensors)
+    together = stacked(tensors)
+    for name in [each for each in together if each.endswith("experts.gate_up_proj_scale_inv")]:
+        assert together[name].shape == (4, 2, 1)
+        if form == "powers":
+            together[name] = together[name].to(torch.float8_e8m0fnu)
+        elif form == "one":
+            together[name] = together[name][:, :1]
+        together[name.replace("scale_inv", "activation_scale")] = torch.full((4,), 7.0)  # changes no value of a matrix
+    rewritten(tmp_path / "stacked", together)
+    checkpoint = resolve(tmp_path / "stacked", role="target")
+    assert checkpoint.stored == resolve(apart, role="target").stored
+    for ops in (KEEPING, TORCH_OPS):
+        one, other = weights_of(tmp_path / "stacked", ops), weights_of(apart, ops)
+        for first, second in zip(one.layers, other.layers, strict=True):
+            assert first.experts is not None
+            assert second.experts is not None
+            assert (first.experts.gate_up.codes is not None) == (ops is KEEPING)
+            experts = torch.arange(4)
+            for stack in ("gate_up", "down"):
+                mine, theirs = (getattr(each, stack) for each in (first.experts, second.experts))
+                assert torch.equal(mine.values(experts), theirs.values(experts))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_scales_of_a_stack_that_do_not_fit_its_halves_are_refused(tmp_path: Path) -> None:
+    path, _ = save("fp8", tmp_path)
+    tensors = stacked(load_file(path / FILE))
+    name = next(each for each in tensors if each.endswith("experts.gate_up_proj_scale_inv"))
+    for scales, words in (
+        (tensors[name].repeat(1, 2, 1)[:, :3], r"has shape \[4, 3, 1\], wanted \[4\], or one matrix"),
+        (tensors[name][:3], r"has shape \[3, 2, 1\], wanted \[4\]"),
+        (tensors[name].repeat(1, 2, 1), r"weight_scale_inv is F32 \[2, 1\], wanted .* \[1, 1\]"),
+    ):
+        rewritten(path, {**tensors, name: scales})
+        with pytest.raises(CheckpointError, match=words):
+            resolve(path, role="target")
+    del tensors[name]
+    rewritten(path, tensors)
+    with pytest.raises(CheckpointError, match=r"gate_proj\.weight_scale_inv is missing"):
+        resolve(path, role="target")
 
 
 def test_an_algorithm_of_one_layer_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -17,18 +17,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastspec.distributed.slices import check_divides
-from fastspec.errors import UnsupportedModel, UnsupportedOption
+from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
 from fastspec.kernels.common.experts import ExpertWeights
+from fastspec.models.checkpoints.decoder_weights import load_weights
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.config import ModelSpec, spec_from_config
 from fastspec.models.families.plan import LatentPlan, LayerPlan, ModelScales
-from fastspec.models.heads.mtp_spec import mtp_spec
-from fastspec.models.layer_table import LatentWeights, LayerWeights, StateWeights
+from fastspec.models.layer_table import BlockWeights, LatentWeights, LayerWeights, StateWeights
 from fastspec.shapes import ConvRule, DeltaRule, MambaRule, RoutingRule, SelectiveRule
 from tests.helpers.hybrid import STATES, VOCAB, config_of, decoder, logits_of, make_states
 from tests.helpers.parts import Case, Changed, case_of, none_is_idle, turned, with_layer
 
 TOKENS = 40
+CPU = torch.device("cpu")
+COUNTS = {"falcon_h1": (2, 2), "lfm3": (2, 2), "zamba2": (3, 2)}  # of layers with a state, and with attention
 
 
 @pytest.fixture(scope="module", params=STATES)
@@ -41,8 +43,7 @@ def test_a_live_model_gives_the_logits_of_transformers(case: Case) -> None:
     # fp32 sums in another order, and chunks of tokens there: some units in the last place of logits around 10
     torch.testing.assert_close(found, case.logits, rtol=3e-4, atol=3e-4)
     assert case.weights.nbytes() == case.spec.weight_bytes(torch.float32)
-    assert len(case.spec.state_rules) == 2
-    assert len(case.spec.attending) == (2 if case.spec.family in ("falcon_h1", "lfm3") else 1)
+    assert (len(case.spec.state_rules), len(case.spec.attending)) == COUNTS.get(case.spec.family, (2, 1))
 
 
 def with_plans(spec: ModelSpec, **changed: Any) -> ModelSpec:
@@ -60,8 +61,11 @@ def changes(case: Case) -> Iterator[Changed]:
     for at in [spec.plans.index(plan) for plan in dict.fromkeys(spec.plans)]:
         layer = weights.layers[at]
         parts = {"": LayerWeights, "state": StateWeights, "latent": LatentWeights, "experts": ExpertWeights}
+        parts["block"] = BlockWeights
         for part, kind in parts.items():
             held = getattr(layer, part) if part else layer
+            if part == "state" and not spec.plans[at].owns:
+                continue  # as in the layer whose block it shares
             for field in dataclasses.fields(kind) if held is not None else ():
                 value = getattr(held, field.name)
                 if value is None or field.name in (*parts, "joined"):
@@ -151,6 +155,12 @@ def test_no_part_can_be_left_out(case: Case) -> None:
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
+        ("zamba2", {"layers_block_type": ["hybrid", "conv", "hybrid"]}, "layer_types='conv'"),
+        ("zamba2", {"add_bias_linear": True}, "add_bias_linear=True"),
+        ("zamba2", {"use_long_context": True}, "use_long_context=True"),
+        ("zamba2", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06 .* 1e-05, the constant"),
+        ("zamba2", {"num_key_value_heads": 2}, "num_key_value_heads=2 .* num_attention_heads=4, with use_shared"),
+        ("zamba2", {"mamba_ngroups": 3}, "mamba_ngroups=3 .* a divisor of n_mamba_heads=8"),
         ("jamba", {"mamba_d_conv": 1}, "mamba_d_conv=1"),
         ("jamba", {"num_experts_per_tok": 7}, "num_experts_per_tok=7"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope=False .* True"),
@@ -202,6 +212,29 @@ def test_the_mlp_of_lfm2_is_as_wide_as_its_config_adjusts_it() -> None:
     assert spec_from_config(plain).intermediate_size == 100
 
 
+def test_blocks_of_zamba2_are_shared_in_turn_and_copies_must_be_equal(tmp_path: Path) -> None:
+    """As transformers saves them: a block in its first layer, with the adapters of all layers that share it."""
+    blocks = {"layers_block_type": ["hybrid", "hybrid", "linear_attention", "hybrid", "hybrid"], "num_mem_blocks": 2}
+    plain = {"use_shared_attention_adapter": False, "use_mem_rope": False, "num_key_value_heads": 2}
+    case = case_of(make_states("zamba2", 0, 0.1, num_hidden_layers=5, **blocks, **plain), VOCAB, TOKENS)
+    found = logits_of(decoder(case.spec, case.weights), case.ids)
+    torch.testing.assert_close(found, case.logits, rtol=3e-4, atol=3e-4)  # sums in another order, see above
+    assert [plan.block and plan.block.lender for plan in case.spec.plans] == [None, None, None, 0, 1]
+    case.model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    mlp, adapter = "shared_transformer.feed_forward.down_proj", "shared_transformer.feed_forward.gate_up_proj_adapter"
+    assert f"model.layers.1.{adapter}_list.3.0.weight" in stored
+    name = f"model.layers.{{}}.{mlp}.weight"
+    assert name.format(3) not in stored
+    weights = load_weights(resolve(tmp_path, role="target"), dtype=torch.float32, device=CPU, progress=False)
+    assert torch.equal(logits_of(decoder(case.spec, weights), case.ids), found)
+    copies = {**stored, name.format(3): stored[name.format(0)].clone(), name.format(4): stored[name.format(0)].clone()}
+    save_file(copies, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layers\.1\..* and '.*layers\.4\..* one weight .* values differ"):
+        resolve(tmp_path, role="target")
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -226,13 +259,3 @@ def test_layers_that_ranks_cannot_split_are_refused(kind: str, words: str) -> No
 def test_a_plan_that_no_decoder_computes_is_no_plan(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="wanted"):
         LayerPlan(**fields)
-
-
-def test_an_mtp_layer_with_latent_attention_is_refused(tmp_path: Path) -> None:
-    make_states("ling").save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    save_file({**load_file(file), "model.layers.3.eh_proj.weight": torch.ones(64, 128)}, file, {"format": "pt"})
-    target = resolve(tmp_path, role="target")
-    assert target.mtp
-    with pytest.raises(UnsupportedModel, match=r"latent attention of .* use a learned drafter"):
-        mtp_spec(target, tmp_path)
