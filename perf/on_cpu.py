@@ -15,7 +15,7 @@ DECODING: tuple[Column, ...] = (
     ("commit", "commit"),
 )  # fmt: skip
 DRAFTERS: tuple[Column, ...] = (
-    ("workload", "model and tasks"), ("temperature", "temperature"), ("drafter", "drafter"), ("k", "k"),
+    ("workload", "model and tasks"), ("drafter", "drafter"), ("k", "k"),
     ("tokens_per_step", "tokens/step"), ("tokens_per_step_95", "95% interval"), ("acceptance", "acceptance"),
     ("text_equal", "texts equal"), ("commit", "commit"),
 )  # fmt: skip
@@ -39,13 +39,20 @@ def newest(rows: Sequence[Row], bench: str, *keys: str) -> list[Row]:
 
 def parts(rows: Sequence[Row]) -> list[Part]:
     """Headings, rows and columns of the tables."""
-    tasks = newest(rows, "tasks", "workload", "temperature", "drafter", "k", "kind")
+    tasks = [
+        {**row, "model": row["workload"].split(",")[0]}
+        for row in rows
+        if row.get("bench") == "tasks"
+        and row["kind"] == "all"
+        and row["temperature"] == 0
+        and row["drafter"] != "plain"
+    ]
     return [
         (
             "Decoding on a CPU, beside transformers",
             newest(rows, "cpu", "workload", "dtype", "threads", "prompt", "engine"),
             DECODING,
         ),
-        ("Drafters on tasks, on a CPU", [row for row in tasks if row["kind"] == "all"], DRAFTERS),
+        ("Drafters on tasks, greedy, on a CPU", newest(tasks, "tasks", "model", "drafter", "k"), DRAFTERS),
         ("Perplexity by format", newest(rows, "perplexity", "workload", "format"), PERPLEXITY),
     ]
