@@ -54,20 +54,7 @@ def _offences_of(node: ast.AST) -> list[str]:
             off = isinstance(keyword.value, ast.Constant) and keyword.value.value in (False, None)
             if keyword.arg in BANNED_TRUE and not off:
                 found.append(f"{keyword.arg}=...")
-    elif isinstance(node, ast.FunctionDef):
-        found = _without_barriers(node)
     return [f"line {getattr(node, 'lineno', 0)}: {what}" for what in found]
-
-
-def _without_barriers(function: ast.FunctionDef) -> list[str]:
-    """A Triton function with noinline whose work has no barrier before and after it (kernels/sampling/logits.py)."""
-    if not any("noinline=True" in ast.unparse(each) for each in function.decorator_list):
-        return []
-    work = [ast.unparse(each) for each in function.body if not isinstance(each, (ast.AnnAssign, ast.Return))]
-    work = work[1:] if ast.get_docstring(function) else work
-    returns = sum(isinstance(each, ast.Return) for each in ast.walk(function))
-    fenced = len(work) > 1 and work[0] == work[-1] == "tl.debug_barrier()" and returns < 2
-    return [] if fenced else [f"{function.name} with noinline, without barriers around its work"]
 
 
 def relative(path: Path) -> str:
@@ -111,9 +98,6 @@ def test_source_keeps_the_rules(path: Path) -> None:
         "flag = True\nAutoConfig.from_pretrained('x', trust_remote_code=flag)",
         "subprocess.run('ls', shell=True)",
         "import os\ndebug = os.environ['DEBUG']",
-        "@triton.jit(noinline=True)\ndef f(x):\n    y = tl.sum(x)\n    tl.debug_barrier()\n    return y",
-        "@triton.jit(noinline=True)\ndef f(x):\n    tl.debug_barrier()\n    return tl.sum(x)",
-        "@triton.jit(noinline=True)\ndef f(x):\n    tl.debug_barrier()\n    tl.store(x, 0)",
     ],
 )
 def test_a_planted_offence_is_found(planted: str) -> None:

@@ -36,7 +36,6 @@ SPILLS = {
     ("_groups_kernel", None): 32,
     ("_distribution_kernel", None): 72,
     ("_distribution_kernel", 64): 376,
-    ("_end_kernel", 128): 8,  # with log-probabilities, on sm_100: not timed there
 }
 # the delta rule with a decay of each element of a key, by kernel and bytes of an element: not timed
 CHANNELS_SPILLS = {("_delta_kernel", 4): 560, ("_scan_kernel", 2): 72}
