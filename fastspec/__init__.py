@@ -69,7 +69,10 @@ _RENAMED = {"CertainProposer": "DeterministicProposer"}  # deprecated names, kep
 
 
 def __getattr__(name: str) -> Any:
-    """Imports an exported name when it is first used, so that `import fastspec` does not import torch."""
+    """Imports an exported name when it is first used, so that `import fastspec` does not import torch.
+
+    Python's cycle collection is off meanwhile: these imports create many objects, and none of them is garbage.
+    """
     if name in _RENAMED:
         import warnings
 
@@ -77,6 +80,13 @@ def __getattr__(name: str) -> Any:
         name = _RENAMED[name]
     if name not in _LAZY:
         raise AttributeError(f"module 'fastspec' has no attribute {name!r}")
+    import gc
     from importlib import import_module
 
-    return getattr(import_module(_LAZY[name]), name)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return getattr(import_module(_LAZY[name]), name)
+    finally:
+        if collecting:
+            gc.enable()

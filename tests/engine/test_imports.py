@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
+import pytest
+
+import fastspec
 from fastspec import demo_pair
 from tests.helpers.checkpoints import make_model
 
@@ -38,6 +44,27 @@ def imported(code: str) -> set[str]:
 
 def test_importing_imports_nothing_heavy() -> None:
     assert not imported(IMPORT)
+
+
+@pytest.mark.parametrize("collecting", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_no_cycles_are_collected_while_a_name_is_imported(
+    collecting: bool, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the collector is as it was afterwards, also if a module cannot be imported."""
+    (tmp_path / "looks_at_gc.py").write_text("import gc\nStats = gc.isenabled()\n" + "import nowhere\n" * fails)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(fastspec._LAZY, "Stats", "looks_at_gc")
+    monkeypatch.delitem(sys.modules, "looks_at_gc", raising=False)
+    was = gc.isenabled()
+    (gc.enable if collecting else gc.disable)()
+    try:
+        with pytest.raises(ModuleNotFoundError, match="nowhere") if fails else nullcontext():
+            assert fastspec.__getattr__("Stats") is False
+        assert gc.isenabled() == collecting
+    finally:
+        (gc.enable if was else gc.disable)()
+        sys.modules.pop("looks_at_gc", None)
 
 
 def test_a_generator_imports_no_more_than_transformers_does_for_any_config() -> None:

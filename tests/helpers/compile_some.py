@@ -1,5 +1,7 @@
 """Compiles some launches of every kernel: a quick look at whether a Triton takes them. Prints a JSON line each.
 
+One process for each core compiles. The exit status is 1 if a launch does not compile.
+
 `make newest` runs it with the newest Triton, whose Gluon has other names now and then. What the machine code is like,
 and every launch that there is, tests/kernels looks at with the Triton of the environment.
 
@@ -9,11 +11,15 @@ Usage: python -m tests.helpers.compile_some
 from __future__ import annotations
 
 import json
+import multiprocessing
+import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import triton
 
+from fastspec.kernels.common.compilers import of_this_machine
 from tests.helpers import recorder
 from tests.helpers.launches import GROUPS
 from tests.helpers.recorder import Launch, first_of_each
@@ -38,12 +44,36 @@ def kind(launch: Launch) -> tuple[object, ...]:
     return launch.name, next(floats, None), bool(given.get("GATED")), bool(given.get("TOP"))
 
 
+def compile_next(found: list[tuple[int, Launch]], begun: Any) -> None:
+    """Compiles launches that no other process has begun, until none is left.
+
+    found: (architecture, launch) of each. begun: number of launches that processes have begun, shared by them.
+    """
+    while True:
+        with begun.get_lock():
+            number = begun.value
+            begun.value += 1
+        if number >= len(found):
+            return
+        arch, launch = found[number]
+        recorder.use(recorder.cuda(arch))
+        recorder.compiled(launch)
+        print(json.dumps({"triton": triton.__version__, "kernel": launch.name, "arch": arch}), flush=True)
+
+
 def main() -> None:
+    found = list[tuple[int, Launch]]()
     for arch in ARCHITECTURES:
         recorder.use(recorder.cuda(arch))
-        for launch in first_of_each(some(arch), kind):
-            recorder.compiled(launch)
-            print(json.dumps({"triton": triton.__version__, "kernel": launch.name, "arch": arch}), flush=True)
+        found += [(arch, launch) for launch in first_of_each(some(arch), kind)]
+    forked = multiprocessing.get_context("fork")  # its processes have the launches, which cannot be sent to others
+    begun = forked.Value("l", 0)
+    processes = [forked.Process(target=compile_next, args=(found, begun)) for _ in range(of_this_machine())]
+    for each in processes:
+        each.start()
+    for each in processes:
+        each.join()
+    sys.exit(any(each.exitcode for each in processes))
 
 
 if __name__ == "__main__":

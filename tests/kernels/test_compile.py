@@ -70,6 +70,7 @@ GROUPS = (
 
 
 VOCABULARIES = {"sampled_128256", "sampled_256000"}  # differ from 32000 in sizes alone
+OF_SAMPLED = {*VOCABULARIES, "sampled_otherwise"}  # have no kind of launch that sampled_32000 lacks
 # launches of kernels that other groups launch with other options, or that no measured path of sm_90 takes
 ALIKE = {*VOCABULARIES, "short_64_full", "short_128_full", "attention_32_bits", "attention_cached_in_8_bits"}
 
@@ -95,7 +96,7 @@ SAMPLES = [
     (arch, group)
     for group in GROUPS
     for arch in ARCHITECTURES
-    if not _daily(arch, group) and (arch >= 90 or not _late(group)) and group not in VOCABULARIES
+    if not _daily(arch, group) and (arch >= 90 or not _late(group)) and group not in OF_SAMPLED
 ]
 
 

@@ -494,7 +494,8 @@ def find_distributions(
             emitted tokens. None: nothing is recorded.
     """
     batch, places, vocab = logits.shape
-    source = sampled_parts.source_of(logits, rows, ragged=ragged)
+    # with one position, no row has positions after its last valid draft token: one compiled kernel serves both
+    source = sampled_parts.source_of(logits, rows, ragged=ragged and places > 1)
     shared = {"STOPS": rows.stop_ids.shape[1], **sampled_parts.OPTIONS}
     chunks = triton.cdiv(vocab, CHUNK)
     parts = sampled_parts.parts_of(batch, places, chunks)

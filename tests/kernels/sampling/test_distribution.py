@@ -291,6 +291,19 @@ def test_the_kernel_equals_its_torch_definition_at_real_sizes(vocab: int, monkey
             assert mass.max() < 1e-5, (options, spread, mass)
 
 
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("places", [1, 3])
+def test_plain_steps_run_the_kernels_of_draws(places: int, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that reads numbers of drafts is another one, which takes seconds to compile."""
+    read = list[bool]()
+    monkeypatch.setattr(
+        sampled_laws, "launch", lambda kernel, grid, source, *_, **__: read.append(source.counts is not None)
+    )
+    rows = plain_state(2, 2, 111, "cpu", 0, 0)
+    find_distributions(torch.zeros(2, places, 111), rows, sampled_work(2, 2, 111, torch.device("cpu")), ragged=ragged)
+    assert read == [ragged and places > 1] * 2
+
+
 @pytest.mark.gpu
 def test_offsets_beyond_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
