@@ -182,31 +182,45 @@ def follow(call: LookUp, source: Source) -> tuple[Tensor, Tensor]:
         The index of the next token in the source, int64 [B], and the number of tokens that match before it,
         int64 [B]: at least 1, or 0 if no place was found.
     """
-    text, ends, room, min_n = source.tokens, source.lengths, source.tokens.shape[1], call.min_n
-    place = torch.arange(room, device=text.device)
-    before, inside = pad(text, (1, 0))[:, :room], (place >= 1) & (place < ends[:, None])
-    run, anchor = torch.zeros_like(text), torch.zeros_like(ends)
-    for back in range(max(GAP + ANCHOR_MOST, call.max_n), -1, -1):
-        at = call.lengths - 1 - back
-        same = (before == call.tokens.gather(1, at.clamp_min(0)[:, None])) & inside & (at >= 0)[:, None]
-        # run[p]: number of tokens before p that equal the row's end, less its last `back` tokens
-        run = torch.where(same, pad(run, (1, 0))[:, :room] + 1, 0)
-        if 1 <= back <= GAP:
-            usable = (run >= max(ANCHOR, min_n)) & (place + back < ends[:, None])
-            near = room - (place + back - source.expected[:, None]).abs().clamp(max=room)
-            score = (run.clamp(max=ANCHOR_MOST) * (GAP + 1) + GAP - back) * (room + 1) + near
-            anchor = anchor.maximum(torch.where(usable, score * (room + 1) + room - place, 0).amax(dim=1))
+    ends, room, min_n = source.lengths, source.tokens.shape[1], call.min_n
+    place, runs = torch.arange(room, device=ends.device), _runs(call, source)
+    back = torch.arange(1, GAP + 1, device=ends.device)[:, None]
+    shifted, anchors = place + back, runs[:, 1 : GAP + 1]
+    near = room - (shifted - source.expected[:, None, None]).abs().clamp(max=room)
+    score = ((anchors.clamp(max=ANCHOR_MOST).long() * (GAP + 1) + GAP - back) * (room + 1) + near) * (room + 1)
+    usable = (anchors >= max(ANCHOR, min_n)) & (shifted < ends[:, None, None])
+    anchor = torch.where(usable, score + room - place, 0).flatten(1).amax(dim=1)
     gap = GAP - anchor // (room + 1) ** 2 % (GAP + 1)
     expected = torch.where(anchor > 0, room - anchor % (room + 1) + gap, source.expected)
     found = (anchor > 0) | ((source.expected <= GAP) & (source.expected < ends))
-    distance = (place - expected[:, None]).abs()
-    run = run.clamp(max=call.max_n)
-    near = found[:, None] & (run >= 1) & (distance <= GAP)
+    distance, run = (place - expected[:, None]).abs(), runs[:, 0].clamp(max=call.max_n).long()
+    close = found[:, None] & (run >= 1) & (distance <= GAP)
     score = (run * (room + 1) + room - distance.clamp(max=room)) * (room + 1) + room - place
-    best, index = torch.where((run >= min_n) | near, score, 0).max(dim=1)
+    best, index = torch.where((run >= min_n) | close, score, 0).max(dim=1)
     hit = best > 0
     matched = torch.where(hit, run.gather(1, index[:, None])[:, 0], found.long())
     return torch.where(hit, index, expected.clamp(0, room - 1)), torch.where(ends > 0, matched, 0)
+
+
+def _runs(call: LookUp, source: Source) -> Tensor:
+    """Counts the tokens before each place of a source that equal the end of its row, less its last j tokens.
+
+    Returns int32 [B, J, R] for j = 0 .. J - 1, where J > `GAP` + `ANCHOR_MOST` and J > max_n. A number is at most
+    J - j.
+    """
+    room, depth = source.tokens.shape[1], max(GAP + ANCHOR_MOST, call.max_n) + 1
+    place, j = (torch.arange(count, device=call.lengths.device) for count in (room, depth))
+    at = call.lengths[:, None] - 1 - j
+    same = pad(source.tokens, (1, 0))[:, None, :room] == call.tokens.gather(1, at.clamp_min(0))[:, :, None]
+    same &= ((place >= 1) & (place < source.lengths[:, None]))[:, None] & (at >= 0)[:, :, None]
+    # place p of j lies in column p + j: so does the place whose run it makes longer, p - 1 of j + 1
+    width = room + depth
+    columns = torch.zeros(len(same), depth, width, dtype=torch.int32, device=same.device)
+    runs = columns.as_strided(same.shape, (depth * width, width + 1, 1))
+    runs.copy_(same)
+    for one in range(depth - 2, -1, -1):
+        columns[:, one].addcmul_(columns[:, one + 1], columns[:, one])
+    return runs
 
 
 def look_up_text(
