@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fastspec import FastSpecGenerator, demo_pair
 from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels import reference
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.lookup import LOOKED_AT, LookUp, Source, follow, look_up_text
+from fastspec.output import GenerateOutput
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.suffix import NOBODY, SHARED, Suffix
@@ -193,6 +196,25 @@ def test_greedy_text_is_plain_text(sources: tuple[str, ...], k: int, model: bool
     assert texts(first) == texts(again) == plain
     steps = sum(request.steps for request in again)
     assert steps < 0.8 * sum(map(len, plain)), "the texts draft"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # drafts may not pay
+def test_32_drafts_of_a_step_are_accepted_on_a_cpu() -> None:
+    target, _ = demo_pair()
+    prompt, sizes = [[5, 6, 7, 8]], {"max_length": 160, "device": "cpu", "progress": False}
+    with FastSpecGenerator(target, proposer=Suffix(), num_speculative_tokens=32, **sizes) as generator:
+
+        def told(**options: Any) -> GenerateOutput:
+            return generator.generate(
+                prompt, max_new_tokens=66, eos_token_id=None, return_dict_in_generate=True, **options
+            )
+
+        plain = told(num_speculative_tokens=0).new_tokens
+        for prediction in (plain[0], edited(plain[0], 3)):
+            output = told(predictions=[prediction])
+            assert output.new_tokens == plain
+            assert prediction != plain[0] or output.stats.rows[0].steps <= 3, "above 17 tokens a step"
+        assert output.stats.rows[0].steps < 15
 
 
 @pytest.mark.parametrize("mode", MODES)
