@@ -232,7 +232,8 @@ def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None
         drafter = draft.name if draft is not None else proposer
         raise ValueError(
             f"num_speculative_tokens={asked}: more than {MAX_DRAFTS} need a CPU, and NGram() or Suffix() without a "
-            f"draft model; here the device is {device.type}, and {drafter or 'nothing'} drafts. Use at most {MAX_DRAFTS}"
+            f"draft model; here the device is {device.type}, and {drafter or 'nothing'} drafts. "
+            f"Use at most {MAX_DRAFTS}"
         )
     drafts = check_range("num_speculative_tokens", asked, 0, MAX_LOOKED_UP if alone else MAX_DRAFTS)
     if draft is not None and limit is not None and drafts > limit:
