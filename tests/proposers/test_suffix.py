@@ -107,6 +107,7 @@ def test_the_place_in_a_prediction_is_its_definition(
 
 @settings(deadline=None, max_examples=300)
 @example([1, 2, 3, 0, 0, 0, 1, 2, 3, 3, 2], 3, 4)  # nothing matches, and the anchor tells the place
+@example([1, 2, 3, 4, 5, 6, 8, 9, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 0], 1, 3)  # the longest anchor is not the latest
 @given(st.lists(few, min_size=1, max_size=50), st.integers(1, 4), st.integers(0, 20))
 def test_the_place_in_the_row_itself_is_its_definition(row: list[int], min_n: int, more: int) -> None:
     junk, length = torch.tensor([[*row, 2, 2, 2]]), torch.tensor([len(row)])
