@@ -14,7 +14,7 @@ import torch
 from transformers import AutoTokenizer
 
 from fastspec import demo_pair
-from fastspec.kernels.reference.lookup import LookUp, Predictions, Source, follow, look_up
+from fastspec.kernels.reference.lookup import LookUp, Predictions, RepeatedText, follow, look_up
 
 OLD = """def area(w, h):
     return w * h
@@ -50,8 +50,8 @@ def sources_of(old: Sequence[int], new: Sequence[int], k: int) -> Iterator[tuple
         given = Predictions(torch.tensor([old]), torch.tensor([len(old)]), torch.zeros(1, dtype=torch.int64))
         call = LookUp(torch.tensor([new]), length, 2, 16, given, per_match=2)
         drafts, counts = look_up(call, k)
-        place, predicted = follow(call, Source(given.tokens, given.lengths, length))
-        _, repeated = follow(call, Source(call.tokens, length, length))
+        place, predicted = follow(call, RepeatedText(given.tokens, given.lengths, length))
+        _, repeated = follow(call, RepeatedText(call.tokens, length, length))
         of_prediction = int(predicted) > 0 and int(place) < len(old) and 2 * int(predicted) >= int(repeated)
         source = "prediction" if of_prediction else "the row itself"
         for draft in drafts[0, : int(counts)].tolist()[: len(new) - done - 1]:

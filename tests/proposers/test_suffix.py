@@ -16,7 +16,7 @@ from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels import reference
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.lookup import LOOKED_AT, LookUp, Source, follow, look_up_text
+from fastspec.kernels.reference.lookup import LOOKED_AT, LookUp, RepeatedText, follow, look_up_text
 from fastspec.output import GenerateOutput
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
@@ -99,7 +99,7 @@ def test_the_place_in_a_prediction_is_its_definition(
     padded = torch.tensor([prediction + [1] * (30 - len(prediction))])  # junk behind its end
     junk = torch.tensor([[*row, 2, 2, 2]])
     call = LookUp(junk, torch.tensor([len(row)]), min_n, min_n + more)
-    place, matched = follow(call, Source(padded, torch.tensor([len(prediction)]), torch.tensor([answered])))
+    place, matched = follow(call, RepeatedText(padded, torch.tensor([len(prediction)]), torch.tensor([answered])))
     expected = followed(prediction, row, answered, min_n, min_n + more)
     assert int(matched) == expected[1]
     assert not expected[1] or int(place) == expected[0]

@@ -82,7 +82,7 @@ def follow(text_ptr, ends, room, row_ptr, length, otherwise, min_n, max_n, BLOCK
         text_ptr, ends: tokens of the text, and their number.
         room: number of columns of the tensor with the text.
         row_ptr, length: tokens of the row, and their number.
-        otherwise: expected place if no match tells more, `Source.expected`.
+        otherwise: expected place if no match tells more, `RepeatedText.expected`.
         min_n, max_n: see `LookUp`.
         BLOCK: number of places that are compared at a time.
     """

@@ -88,7 +88,7 @@ class LookUp:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class RepeatedText:
     """One text for each row, which the row may repeat. Arguments of `follow`.
 
     Attributes:
@@ -116,17 +116,17 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         Draft tokens int64 [B, k], and the number of valid draft tokens of each row, int64 [B]. It is 0 without a match.
     """
-    tokens, lengths, most = call.tokens, call.lengths, k if call.per_match is None else call.per_match
-    start, run = follow(call, Source(tokens, lengths, lengths))
-    found = [(_copied(tokens, lengths, start, k), (run * most).clamp(max=k), run)]  # drafts, counts, strength
+    tokens, lengths, per_match = call.tokens, call.lengths, k if call.per_match is None else call.per_match
+    start, run = follow(call, RepeatedText(tokens, lengths, lengths))
+    found = [(_copied(tokens, lengths, start, k), (run * per_match).clamp(max=k), run)]  # drafts, counts, strength
     if (given := call.prediction) is not None:
-        source = Source(given.tokens, given.lengths, lengths - given.prompt_lengths)
+        source = RepeatedText(given.tokens, given.lengths, lengths - given.prompt_lengths)
         found.insert(0, _from_prediction(given, follow(call, source), k))
     back = lengths[:, None] - 1 - torch.arange(call.max_n, device=tokens.device)
     recent, known = tokens.gather(1, back.clamp_min(0)), back >= 0
     for table, owners in call.texts:
         drafts, counts, run = look_up_text(table, recent, known, owners, k)
-        found.append((drafts, torch.minimum(counts, run * most), run))
+        found.append((drafts, torch.minimum(counts, run * per_match), run))
     drafts, counts, strengths = (torch.stack(each, dim=1) for each in zip(*found, strict=True))
     order = torch.arange(len(found), 0, -1, device=tokens.device)  # the first of equally strong ones
     best = (strengths * (len(found) + 1) + order).argmax(dim=1)[:, None]
@@ -161,14 +161,14 @@ def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: 
     return drafts, counts, torch.where(counts > 0, 2 * matched, 0)
 
 
-def follow(call: LookUp, source: Source) -> tuple[Tensor, Tensor]:
+def follow(call: LookUp, source: RepeatedText) -> tuple[Tensor, Tensor]:
     """Finds the place in a source at which each row continues.
 
     1. The expected place. Without its last g tokens, g = 1 .. `GAP`, the row may end with tokens that occur in the
        source: at least `ANCHOR` of them, and at least min_n. The longest such match is the anchor; matching tokens
        above `ANCHOR_MOST` do not count. Of equally long ones the anchor with the smallest g is taken, then the one
-       nearest to `Source.expected`, then the first. The expected place is g tokens after it. Without an anchor it is
-       `Source.expected`. The first `GAP` places of a source need no anchor.
+       nearest to `source.expected`, then the first. The expected place is g tokens after it. Without an anchor it is
+       `source.expected`. The first `GAP` places of a source need no anchor.
     2. The longest match of the row's last tokens, min_n to max_n of them. Of equally long ones the nearest to the
        expected place is taken, then the first.
     3. Without such a match, but with an anchor: the longest match at most `GAP` places from the expected place, chosen
@@ -202,7 +202,7 @@ def follow(call: LookUp, source: Source) -> tuple[Tensor, Tensor]:
     return torch.where(hit, index, expected.clamp(0, room - 1)), torch.where(ends > 0, matched, 0)
 
 
-def _runs(call: LookUp, source: Source) -> Tensor:
+def _runs(call: LookUp, source: RepeatedText) -> Tensor:
     """Counts the tokens before each place of a source that equal the end of its row, less its last j tokens.
 
     Returns int32 [B, J, R] for j = 0 .. J - 1, where J > `GAP` + `ANCHOR_MOST` and J > max_n. A number is at most
