@@ -85,7 +85,7 @@ def picture() -> str:
     """The picture of NEW, with OLD as its prediction and the shipped pair's tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(demo_pair()[0])
     old, new = (tokenizer(text)["input_ids"] for text in (OLD, NEW))
-    return drawn([(tokenizer.decode([token]), source) for token, source in sources_of(old, new, DRAFTS)])
+    return drawn([(str(tokenizer.decode([token])), source) for token, source in sources_of(old, new, DRAFTS)])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from transformers import AutoTokenizer
@@ -83,8 +83,9 @@ def of_suffix(k: int, source: str) -> Drafter:
 
     A prompt of one token that is in no file begins each row.
     """
-    sizes = {f"{source}_tokens": LONGEST} if source != "prompt" else {}
-    lookup = Suffix(**{"prediction_tokens": 0, **sizes}).on(torch.device("cpu"), Ops())
+    room = {"prediction": {"prediction_tokens": LONGEST}, "corpus": {"corpus_tokens": LONGEST}}.get(source, {})
+    sizes: dict[str, Any] = {"prediction_tokens": 0, **room}
+    lookup = Suffix(**sizes).on(torch.device("cpu"), Ops())
     state = DecodeState.allocate(
         batch=1, max_drafts=k, max_length=2 * LONGEST + 1, pages_per_row=1, vocab_size=1, device=torch.device("cpu"),
         prediction_tokens=lookup.prediction_tokens,
