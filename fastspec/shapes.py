@@ -17,7 +17,6 @@ MAX_DRAFTS = 16  # of a step, for every proposer and device
 MAX_LOOKED_UP = (
     32  # drafts of a step by lookup alone, on a CPU; kernels of a GPU's step take MAX_DRAFTS + 1 tokens of a row
 )
-MAX_STEP_QUERIES = MAX_LOOKED_UP + 1  # a pass with more tokens of a row is a prompt's
 # one attention kernel serves queries in these first blocks of positions, another one those in later blocks; see
 # `StepShape.first_block`
 EARLY_BLOCKS = 17

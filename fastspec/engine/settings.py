@@ -88,6 +88,11 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
     """
     on, rule, proposer = device_of(config.device, target), checked(config.verification), config.proposer
     drafts = _drafts(config.num_speculative_tokens, draft, proposer, on)
+    if drafts > MAX_DRAFTS and (config.compile or target.spec.hosting):
+        raise ValueError(
+            f"num_speculative_tokens={drafts}: compile=True and hosted families take {MAX_DRAFTS} at most, and "
+            f"{target.name} has compile={config.compile}, hosted={bool(target.spec.hosting)}"
+        )
     max_batch_size = check_range("max_batch_size", config.max_batch_size, 1, 1024)
     page_size = check_range("page_size", config.page_size, 1, 4096)
     layout = Layout(

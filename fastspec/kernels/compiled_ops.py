@@ -25,6 +25,7 @@ from fastspec.kernels.reference.attention import AttendCall
 from fastspec.shapes import KEY_BLOCK, AttentionRule
 
 INDUCTOR = "inductor"
+MAX_QUERIES = 17  # largest number of tokens of a row in a step's pass: max_drafts + 1
 # ops that are not part of a compiled forward pass
 OUTSIDE = (
     *("feed_rows", "verify_commit", "sampled_commit", "sampled_draw", "processed_logits", "commit", "publish"),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fastspec.kernels.compiled_ops import INDUCTOR, PerShape
+from fastspec.kernels.compiled_ops import INDUCTOR, MAX_QUERIES, PerShape
 from fastspec.models.decoder import Decoder
-from fastspec.shapes import MAX_STEP_QUERIES, UNTILED, ForwardBatch, Tiling
+from fastspec.shapes import UNTILED, ForwardBatch, Tiling
 
 
 class CompiledDecoder(Decoder):
@@ -34,7 +34,7 @@ class CompiledDecoder(Decoder):
 
     @override
     def hidden(self, rows: ForwardBatch) -> Tensor:
-        if rows.ids.shape[1] > MAX_STEP_QUERIES:
+        if rows.ids.shape[1] > MAX_QUERIES:
             return super().hidden(rows)
         return self._compiled_hidden(self, rows.ids, rows.positions, rows.write_mask, rows.block_table)
 

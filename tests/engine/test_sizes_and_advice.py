@@ -40,6 +40,7 @@ pytestmark = [
             "more than 16 need a CPU, and NGram.. or Suffix.. .* nothing drafts. Use",
         ),
         ({"num_speculative_tokens": 33, "proposer": NGram()}, "between 0 and 32"),
+        ({"num_speculative_tokens": 17, "proposer": NGram(), "compile": True}, "compile=True and hosted .* 16 at most"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"page_size": 0}, "page_size"),

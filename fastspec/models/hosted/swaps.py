@@ -23,7 +23,7 @@ from fastspec.errors import UnsupportedModel
 from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
-from fastspec.shapes import MAX_STEP_QUERIES, Tiling
+from fastspec.shapes import Tiling
 
 ATTENTION: Final = "fastspec"  # names under which the attention functions are registered in transformers
 
@@ -128,6 +128,7 @@ STACKS: Final = (*UP, "down_proj", *(f"{name}_bias" for name in UP), "down_proj_
 # attribute of a module of experts that ranks share: number of this rank's parts, the first axis of all STACKS
 PARTS: Final = "fastspec_parts"
 
+STEP_QUERIES: Final = 17  # a pass with more query tokens is a prompt
 
 _PAIRS: Final = 8  # number of (token, expert) pairs in one batched product of a step
 
@@ -405,7 +406,7 @@ def fixed_experts(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> 
         [T, hidden] in the dtype of `hidden`.
     """
     running = pass_of(self)
-    chosen = _every_expert if running.queries > MAX_STEP_QUERIES else _chosen_experts
+    chosen = _every_expert if running.queries > STEP_QUERIES else _chosen_experts
     parts = self.__dict__.get(PARTS)
     if parts is None:
         return chosen(self, hidden, index, weights).to(hidden.dtype)
