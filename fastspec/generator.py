@@ -88,6 +88,7 @@ class FastSpecGenerator(OfOneProcess):
             text depends on the seed, not on the draft tokens), see docs/numerics.md. `SyntheticAcceptance` is for
             benchmarks only.
         num_speculative_tokens: k, number of draft tokens per decode step, 0..16. 0: decoding without draft tokens.
+            On a CPU with `NGram` or `Suffix` and no draft model, 0..32.
             "auto" chooses k during decoding, by measured tokens per second, up to 8, or 16 without a draft model
             (docs/guides).
         max_batch_size: number of requests that are decoded at once. Further requests wait for a free batch slot.

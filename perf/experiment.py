@@ -155,7 +155,9 @@ def token_sums(calls: Sequence[Call]) -> Sums:
 
 
 def step_sums(call: Call) -> Sums:
-    """New tokens and steps of each row of one call."""
+    """New tokens and steps of each row of one call; of a peer, of its one row."""
+    if call.output is None and call.row_steps is not None:
+        return [float(call.tokens)], [float(call.row_steps)]
     rows = stats_of(call).rows
     return [float(row.emitted) for row in rows], [float(row.steps) for row in rows]
 

@@ -23,11 +23,11 @@ from fastspec.models.heads.checkpoint import HeadCheckpoint
 from fastspec.models.hosted.info import HostedInfo
 from fastspec.models.interface import ModelInfo, ModelSource
 from fastspec.proposers.interface import feature_shape, features_of, is_deterministic
+from fastspec.proposers.ngram import NGram
 from fastspec.proposers.suffix import Suffix
 from fastspec.sampling.rules import Verification, checked, needs_draft_probs
-from fastspec.shapes import UNTILED, Tiling
+from fastspec.shapes import MAX_DRAFTS, MAX_LOOKED_UP, UNTILED, Tiling
 
-MAX_DRAFTS = 16
 # Rows of every product of a step. On a CPU 8 rows are enough for k + 1 tokens of one prompt and take hardly longer than
 # 5. On a GPU a pass takes the time to read the weights. So padding to 64 rows costs little, and a batch of 8 rows with
 # 8 tokens each reads the weights once.
@@ -86,10 +86,15 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
         ValueError: a value is out of range, or does not fit the models or the device.
         MemoryError: the generator would need more memory than is free. The message names settings that fit.
     """
-    drafts = _drafts(config.num_speculative_tokens, draft, config.proposer)
+    on, rule, proposer = device_of(config.device, target), checked(config.verification), config.proposer
+    drafts = _drafts(config.num_speculative_tokens, draft, proposer, on)
+    if drafts > MAX_DRAFTS and (config.compile or target.spec.hosting):
+        raise ValueError(
+            f"num_speculative_tokens={drafts}: compile=True and hosted families take {MAX_DRAFTS} at most, and "
+            f"{target.name} has compile={config.compile}, hosted={bool(target.spec.hosting)}"
+        )
     max_batch_size = check_range("max_batch_size", config.max_batch_size, 1, 1024)
     page_size = check_range("page_size", config.page_size, 1, 4096)
-    on, rule, proposer = device_of(config.device, target), checked(config.verification), config.proposer
     layout = Layout(
         batch=max_batch_size,
         max_drafts=drafts if draft or proposer else 0,
@@ -205,7 +210,7 @@ def announce(settings: Settings) -> None:
     tqdm.write(line, file=sys.stderr)
 
 
-def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None) -> int:
+def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None, device: torch.device) -> int:
     """Returns the largest number of draft tokens per step, which determines the sizes of buffers.
 
     For "auto" it is the largest number that may save time. It is smaller for a draft model than for a head, because
@@ -215,9 +220,10 @@ def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None
         asked: the argument num_speculative_tokens.
         draft: source of a draft model or head. None: there is neither.
         proposer: the argument proposer. None: there is none.
+        device: device of the generator.
 
     Raises:
-        ValueError: the number is out of range, or more than a head can draft.
+        ValueError: the number is out of range, or more than the drafter can draft on this device.
     """
     limit = draft.spec.max_drafts if isinstance(draft, HeadCheckpoint) else None
     if isinstance(asked, str):
@@ -226,7 +232,15 @@ def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None
         model = draft is not None and not isinstance(draft, HeadCheckpoint)
         useful = MAX_USEFUL if model or (draft is None and proposer is None) else MAX_DRAFTS
         return useful if limit is None else min(useful, limit)
-    drafts = check_range("num_speculative_tokens", asked, 0, MAX_DRAFTS)
+    alone = draft is None and isinstance(proposer, NGram) and device.type == "cpu"
+    if type(asked) is int and MAX_DRAFTS < asked <= MAX_LOOKED_UP and not alone:
+        drafter = draft.name if draft is not None else proposer
+        raise ValueError(
+            f"num_speculative_tokens={asked}: more than {MAX_DRAFTS} need a CPU, and NGram() or Suffix() without a "
+            f"draft model; here the device is {device.type}, and {drafter or 'nothing'} drafts. "
+            f"Use at most {MAX_DRAFTS}"
+        )
+    drafts = check_range("num_speculative_tokens", asked, 0, MAX_LOOKED_UP if alone else MAX_DRAFTS)
     if draft is not None and limit is not None and drafts > limit:
         raise ValueError(f"num_speculative_tokens={drafts}, and {draft.name} drafts {limit} tokens a step at most")
     return drafts

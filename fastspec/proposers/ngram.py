@@ -22,9 +22,11 @@ _LONGEST = 32
 class NGram(DeterministicProposer):
     """Finds an earlier occurrence of a sequence's last tokens in the sequence, and drafts the tokens that followed.
 
-    The longest match of min_n to max_n tokens is used; of equally long matches, the most recent one. If fewer than k
-    tokens follow the match, the copy continues with the tokens that it has just copied. So repetitive text is drafted
-    correctly. A sequence without a match has no draft tokens in that step.
+    The longest match of min_n to max_n tokens is used. Behind an edit of up to 8 tokens, the tokens before the edit
+    tell where the copy goes on: of equally long matches, the nearest to this place is used. If nothing matches, the
+    place itself is used. Otherwise the most recent of equally long matches is used. If fewer than k tokens follow the
+    match, the copy continues with the tokens that it has just copied. So repetitive text is drafted correctly. A
+    sequence without a match has no draft tokens in that step.
 
     Args:
         min_n, max_n: smallest and largest number of tokens to match: 1 <= min_n <= max_n <= 32.

@@ -32,12 +32,12 @@ class Suffix(NGram):
 
     The texts are the sequence itself, its prediction, corpora, and earlier answers. A prediction is a text that the
     request gives as its likely output. Each text is searched for the longest match of min_n to max_n tokens. The
-    prediction is used unless another match is longer than twice the prediction's match plus k. Of the other texts the
+    prediction is used unless another match is longer than twice the prediction's match. Of the other texts the
     one with the longest match is used. It gives at most 2 draft tokens per matching token. If corpora and earlier
     answers have several equally long matches, the continuation that most of them share is used, see `look_up_text`.
 
-    A prediction is followed from its beginning. After a difference it is followed again where the last tokens match.
-    Without such a match, it is followed as if each new token had replaced one token of the prediction.
+    Copies of the sequence and of its prediction go on behind an edit, as with `NGram`. A prediction is followed from
+    its beginning.
 
     Args:
         min_n, max_n: see `NGram`.

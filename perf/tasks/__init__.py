@@ -22,6 +22,7 @@ import torch
 from fastspec import FastSpecGenerator, NGram, Suffix
 from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_text, say, step_sums, token_sums
 from perf.records import Row
+from perf.tasks.peer import NAME, peer_calls
 
 FILE = Path(__file__).with_name("tasks.jsonl")
 PLAIN, ALL = "plain", "all"
@@ -123,6 +124,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--max-length", type=int, default=1024)
     made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0: greedy")
     made.add_argument("--batch", type=int, default=1, help="tasks of one kind that a call decodes together")
+    made.add_argument("--peer", action="store_true", help="transformers' prompt lookup as well; needs --batch 1")
     made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
 
 
@@ -153,6 +155,8 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
         raise SystemExit(
             f"--kinds {given.kinds}: no such task; kinds are {sorted({task.kind for task in read_tasks()})}"
         )
+    if given.peer and given.batch > 1:
+        raise SystemExit(f"--peer needs --batch 1, got --batch {given.batch}: transformers looks up for one prompt")
     on_cpu = torch.device(given.device).type == "cpu"
     clock, words = (time.process_time, "processor time") if on_cpu else (time.perf_counter, "wall")
     with ExitStack() as stack:
@@ -170,6 +174,11 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
             for arm in arms.values():
                 measure(arm, 0)  # warm
             calls = Experiment(arms, measure, len(prompts)).run(say)
+            if given.peer and temperature == 0:
+                ends = next(iter(arms.values())).generator.tokenizer.eos_token_id
+                kept = {"dtype": given.dtype, "device": given.device, "eos_token_id": ends, "clock": clock}
+                for k in given.k:
+                    calls[f"{NAME} {k}"] = peer_calls(given.target, prompts, k, given.new, **kept)
             workload = f"{given.name}, {len(tasks)} tasks, up to {given.new} new tokens, batch {given.batch}"
             yield [
                 {**row, "workload": workload, "seconds_of": words}

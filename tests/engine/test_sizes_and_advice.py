@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator, NGram
-from fastspec.engine import explain
+from fastspec.engine import explain, settings
 from fastspec.engine.engine import Engine
 from fastspec.engine.explain import attention_kernels, break_even_advice
 from fastspec.engine.warmup import timed_ks
 from fastspec.kernels.gpu import Gpu
+from fastspec.models.checkpoints.resolve import resolve
 from fastspec.output import RowStats, Stats
 from tests.helpers.checkpoints import make_checkpoint
 from tests.scheduling.test_generator import full
@@ -32,7 +34,13 @@ pytestmark = [
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_speculative_tokens": 17}, "between 0 and 16"),
+        ({"num_speculative_tokens": 33}, "between 0 and 16"),
+        (
+            {"num_speculative_tokens": 17},
+            "more than 16 need a CPU, and NGram.. or Suffix.. .* nothing drafts. Use",
+        ),
+        ({"num_speculative_tokens": 33, "proposer": NGram()}, "between 0 and 32"),
+        ({"num_speculative_tokens": 17, "proposer": NGram(), "compile": True}, "compile=True and hosted .* 16 at most"),
         ({"num_speculative_tokens": True}, "num_speculative_tokens"),
         ({"max_batch_size": 0}, "max_batch_size"),
         ({"page_size": 0}, "page_size"),
@@ -51,12 +59,19 @@ def test_wrong_sizes_are_refused_by_name(directory: Path, options: dict[str, Any
         FastSpecGenerator(directory, progress=False, **{"device": "cpu", **options})
 
 
+def test_more_than_16_drafts_are_for_lookup_alone_on_a_cpu(directory: Path) -> None:
+    draft = resolve(directory, role="draft")
+    assert settings._drafts(32, None, NGram(), torch.device("cpu")) == 32
+    with pytest.raises(ValueError, match="here the device is cuda, and lookup of the last 1 to 4 tokens"):
+        settings._drafts(17, None, NGram(), torch.device("cuda"))
+    with pytest.raises(ValueError, match=f"here the device is cpu, and {re.escape(draft.name)} drafts"):
+        settings._drafts(32, draft, NGram(), torch.device("cpu"))
+
+
 MIB = 2**20
 
 
 def test_too_little_memory_names_what_fits(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fastspec.engine import settings
-
     # the libraries' 32 MiB, and a little more for the rows
     monkeypatch.setattr(settings, "free_bytes", lambda device: 38 * MIB)
     options: dict[str, Any] = {"max_batch_size": 8, "device": "cpu", "progress": False}

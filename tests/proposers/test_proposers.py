@@ -24,6 +24,7 @@ from fastspec.scheduling.requests import Request
 from fastspec.shapes import FULL
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices
+from tests.helpers.lookup_definition import followed
 from tests.helpers.scheduling import run_all
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.helpers.variants import judging, looking_up_first, proposing
@@ -31,22 +32,19 @@ from tests.scheduling.test_scheduler import prompts, run, sampled_row, texts
 
 
 def looked_up(tokens: list[int], min_n: int, max_n: int, k: int) -> list[int]:
-    """The definition: the longest match, the most recent of them, and what followed, over and over."""
-    for n in range(min(max_n, len(tokens) - 1), min_n - 1, -1):
-        for start in range(len(tokens) - 1, n - 1, -1):
-            if tokens[start - n : start] == tokens[len(tokens) - n :]:
-                grown = list(tokens)
-                for j in range(k):
-                    grown.append(grown[start + j])
-                return grown[len(tokens) :]
-    return []
+    """The definition: what follows the place at which the row repeats itself, over and over."""
+    place, matched = followed(tokens, tokens, len(tokens), min_n, max_n)
+    grown = list(tokens)
+    for j in range(k if matched else 0):
+        grown.append(grown[place + j])
+    return grown[len(tokens) :]
 
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 4), (2, 3), (3, 3), (1, 32)])
 def test_lookup_is_its_definition(min_n: int, max_n: int, device: str) -> None:
     rng = random.Random(max_n)
-    rows = [[rng.randrange(rng.choice((1, 2, 3, 9))) for _ in range(rng.randint(1, 30))] for _ in range(400)]
+    rows = [[rng.randrange(rng.choice((1, 2, 3, 9))) for _ in range(rng.randint(1, 30))] for _ in range(200)]
     lengths = torch.tensor([len(row) for row in rows], device=device)
     padded = [row + [rng.randrange(3) for _ in range(41 - len(row))] for row in rows]  # junk beyond a row's end
     for k in (1, 4):

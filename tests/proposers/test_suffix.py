@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fastspec import FastSpecGenerator, demo_pair
 from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
+from fastspec.kernels import reference
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.lookup import GAP, LOOKED_AT, LookUp, Predictions, follow, look_up_text
+from fastspec.kernels.reference.lookup import LOOKED_AT, LookUp, RepeatedText, follow, look_up_text
+from fastspec.output import GenerateOutput
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
 from fastspec.proposers.suffix import NOBODY, SHARED, Suffix
@@ -22,20 +25,13 @@ from fastspec.proposers.texts import TextIndex, rungs_between
 from fastspec.sampling.rules import COUPLED, MODES
 from fastspec.state import DecodeState
 from tests.helpers.devices import devices
+from tests.helpers.lookup_definition import common, followed
 from tests.helpers.tiny import VOCAB, tiny_engine
 from tests.helpers.variants import judging, proposing
 from tests.scheduling.test_scheduler import GREEDY_ROW, prompts, run, sampled_row, texts
 
 CPU = torch.device("cpu")
 ROOM = 64
-
-
-def common(left: Sequence[int], right: Sequence[int], most: int) -> int:
-    """Number of last tokens that two sequences share."""
-    count = 0
-    while count < min(most, len(left), len(right)) and left[-1 - count] == right[-1 - count]:
-        count += 1
-    return count
 
 
 def indexed(
@@ -61,27 +57,6 @@ def indexed(
     best = max(range(len(follows)), key=lambda index: (sum(sharing[index]), index))
     count = next((j for j, alike in enumerate(sharing[best]) if alike * 4 < len(follows)), len(follows[best]))
     return follows[best][:count], longest if count else 0
-
-
-def followed(prediction: list[int], row: list[int], answered: int, min_n: int, max_n: int) -> tuple[int, int]:
-    """The definition of `follow`: place of the next token, and tokens that match."""
-    anchors = []
-    for gap in range(1, GAP + 1):
-        for place in range(1, len(prediction) - gap):
-            run = common(prediction[:place], row[: len(row) - gap], max_n) if gap < len(row) else 0
-            if run >= 3:
-                anchors.append((run, -gap, -abs(place + gap - answered), -place, place + gap))
-    expected = max(anchors)[-1] if anchors else answered
-    anchored = bool(anchors) or (answered <= GAP and answered < len(prediction))
-    found = []
-    for place in range(1, len(prediction)):
-        run, distance = common(prediction[:place], row, max_n), abs(place - expected)
-        likely = run >= 1 and distance <= GAP if anchored else run >= min_n
-        if run >= max(min_n, 4) or likely:
-            found.append((run, -distance, -place))
-    if found:
-        return -max(found)[2], max(found)[0]
-    return (expected, 1) if anchored else (0, 0)
 
 
 few = st.integers(0, 3)
@@ -123,12 +98,25 @@ def test_the_place_in_a_prediction_is_its_definition(
     answered = min(answered, len(row))
     padded = torch.tensor([prediction + [1] * (30 - len(prediction))])  # junk behind its end
     junk = torch.tensor([[*row, 2, 2, 2]])
-    length, new = torch.tensor([len(row)]), torch.tensor([answered])
-    call = LookUp(junk, length, min_n, min_n + more, Predictions(padded, torch.tensor([len(prediction)]), length - new))
-    place, matched = follow(call)
+    call = LookUp(junk, torch.tensor([len(row)]), min_n, min_n + more)
+    place, matched = follow(call, RepeatedText(padded, torch.tensor([len(prediction)]), torch.tensor([answered])))
     expected = followed(prediction, row, answered, min_n, min_n + more)
     assert int(matched) == expected[1]
     assert not expected[1] or int(place) == expected[0]
+
+
+@settings(deadline=None, max_examples=300)
+@example([1, 2, 3, 0, 0, 0, 1, 2, 3, 3, 2], 3, 4)  # nothing matches, and the anchor tells the place
+@example([1, 2, 3, 4, 5, 6, 8, 9, 3, 4, 5, 6, 7, 1, 2, 3, 4, 5, 6, 0], 1, 3)  # the longest anchor is not the latest
+@given(st.lists(few, min_size=1, max_size=50), st.integers(1, 4), st.integers(0, 20))
+def test_the_place_in_the_row_itself_is_its_definition(row: list[int], min_n: int, more: int) -> None:
+    junk, length = torch.tensor([[*row, 2, 2, 2]]), torch.tensor([len(row)])
+    drafts, counts = reference.look_up(LookUp(junk, length, min_n, min_n + more, per_match=2), 5)
+    place, matched = followed(row, row, len(row), min_n, min_n + more)
+    grown = list(row)
+    for j in range(min(5, 2 * matched)):
+        grown.append(grown[place + j])
+    assert drafts[0, : int(counts)].tolist() == grown[len(row) :]
 
 
 EDITS = {
@@ -209,6 +197,25 @@ def test_greedy_text_is_plain_text(sources: tuple[str, ...], k: int, model: bool
     assert texts(first) == texts(again) == plain
     steps = sum(request.steps for request in again)
     assert steps < 0.8 * sum(map(len, plain)), "the texts draft"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # drafts may not pay
+def test_32_drafts_of_a_step_are_accepted_on_a_cpu() -> None:
+    target, _ = demo_pair()
+    prompt, sizes = [[5, 6, 7, 8]], {"max_length": 160, "device": "cpu", "progress": False}
+    with FastSpecGenerator(target, proposer=Suffix(), num_speculative_tokens=32, **sizes) as generator:
+
+        def told(**options: Any) -> GenerateOutput:
+            return generator.generate(
+                prompt, max_new_tokens=66, eos_token_id=None, return_dict_in_generate=True, **options
+            )
+
+        plain = told(num_speculative_tokens=0).new_tokens
+        for prediction in (plain[0], edited(plain[0], 3)):
+            output = told(predictions=[prediction])
+            assert output.new_tokens == plain
+            assert prediction != plain[0] or output.stats.rows[0].steps <= 3, "above 17 tokens a step"
+        assert output.stats.rows[0].steps < 15
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fastspec.kernels.common.checks import check, check_table
 from fastspec.kernels.common.launch import launch, new_ids
-from fastspec.kernels.lookup.matches import follow, match_row
+from fastspec.kernels.lookup.matches import copy_of_prediction, copy_of_row, follow
 from fastspec.kernels.lookup.texts import look_up_text
 from fastspec.kernels.reference.lookup import LookUp, TextTable
 
@@ -43,7 +43,7 @@ def _look_up_kernel(
         stride, width: row stride and number of columns of `LookUp.tokens`.
         room_stride, room: row stride and number of columns of `Predictions.tokens`.
         k: number of draft tokens.
-        PER: `LookUp.per_match`, the largest number of draft tokens per matching token; 0: no limit.
+        PER: `LookUp.per_match`, the largest number of draft tokens per matching token outside predictions; 0: no limit.
         RUNGS, SHORTEST, LONGEST, R, W: see `_occurrences` of texts.py.
     """
     row, source = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -51,22 +51,27 @@ def _look_up_kernel(
     out = found_ptr + (row * SOURCES + source) * (2 + K)
     count, strength = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     FIRST: tl.constexpr = SOURCES - len(tables)
-    if source == 0:
-        count, strength = match_row(row_ptr, length, width, min_n, max_n, k, out + 2, K, BLOCK)
-    if FIRST > 1:  # noqa: SIM102 - known when it is compiled
-        if source == 1:
-            text_ptr, predicted = prediction[0] + row * room_stride, tl.load(prediction[1] + row)
-            answered = length - tl.load(prediction[2] + row)
-            count, strength = follow(
-                text_ptr, predicted, room, row_ptr, length, answered, min_n, max_n, k, out + 2, K, BLOCK
-            )
+    if source < FIRST:
+        text_ptr, ends = row_ptr, length
+        columns = tl.full((), 0, tl.int64) + width
+        otherwise = length
+        if FIRST > 1:  # noqa: SIM102 - known when it is compiled
+            if source == 1:
+                text_ptr, ends = prediction[0] + row * room_stride, tl.load(prediction[1] + row)
+                columns = tl.full((), 0, tl.int64) + room
+                otherwise = length - tl.load(prediction[2] + row)
+        begin, matched = follow(text_ptr, ends, columns, row_ptr, length, otherwise, min_n, max_n, BLOCK)
+        if source == 0:
+            count, strength = copy_of_row(row_ptr, length, begin, matched, k, out + 2, K)
+        else:
+            count, strength = copy_of_prediction(text_ptr, ends, begin, matched, k, out + 2, K)
     for index in tl.static_range(len(tables)):
         if source == FIRST + index:
             owner = tl.load(tables[index][7] + row)
             count, strength = look_up_text(
                 tables[index], owner, row_ptr, length, capacities[index], k, out + 2, RUNGS, SHORTEST, LONGEST, R, W, K
             )
-    if PER > 0:
+    if (PER > 0) & ((FIRST == 1) | (source != 1)):
         count = tl.minimum(count, strength * PER)
     tl.store(out, count)
     tl.store(out + 1, strength)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-GAP = 8  # largest number of tokens in which an answer may differ from its prediction before both agree again
-ANCHOR = 3  # number of tokens before such a difference that must match
-SURE = 4  # number of tokens that must match at a place in the prediction far from the expected one
+GAP = 8  # largest number of last tokens that may be an edit, so that the text before them tells where a copy goes on
+ANCHOR = 3  # smallest number of tokens before such a difference that must match
+ANCHOR_MOST = 16  # number of matching tokens before a difference that are counted at most
 LOOKED_AT = 8  # number of occurrences that are compared: the latest ones
 
 
@@ -75,7 +75,7 @@ class LookUp:
         min_n, max_n: smallest and largest number of last tokens that must match an earlier occurrence.
         prediction: predicted outputs of the rows. None: there are none.
         texts: tables of shared texts, each with int64 [B]: the owner whose texts each row may find.
-        per_match: largest number of draft tokens for each token that matches. None: no limit.
+        per_match: largest number of draft tokens for each token that matches, except in predictions. None: no limit.
     """
 
     tokens: Tensor
@@ -87,11 +87,26 @@ class LookUp:
     per_match: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedText:
+    """One text for each row, which the row may repeat. Arguments of `follow`.
+
+    Attributes:
+        tokens: int64 [B, R], R >= 1.
+        lengths: int64 [B], number of tokens of each text that count.
+        expected: int64 [B], place at which the row goes on in the text if no match tells more.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    expected: Tensor
+
+
 def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
     """Proposes up to k draft tokens for each row, from the source with the strongest match.
 
     Sources are the row's prediction, the row itself, and the tables of texts. The strength of a match is its number of
-    matching tokens n; in the prediction it is 2 n + k. If several are equally strong, the first source in this order is
+    matching tokens n; in the prediction it is 2 n. If several are equally strong, the first source in this order is
     taken.
 
     Args:
@@ -101,43 +116,21 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
     Returns:
         Draft tokens int64 [B, k], and the number of valid draft tokens of each row, int64 [B]. It is 0 without a match.
     """
-    start, run = match_row(call.tokens, call.lengths, call.min_n, call.max_n)
-    found = [(_copied(call.tokens, call.lengths, start, k), torch.full_like(run, k), run)]  # drafts, counts, strength
-    if call.prediction is not None:
-        found.insert(0, _from_prediction(call.prediction, follow(call), k))
-    back = call.lengths[:, None] - 1 - torch.arange(call.max_n, device=call.tokens.device)
-    recent, known = call.tokens.gather(1, back.clamp_min(0)), back >= 0
-    found += [look_up_text(table, recent, known, owners, k) for table, owners in call.texts]
+    tokens, lengths, per_match = call.tokens, call.lengths, k if call.per_match is None else call.per_match
+    start, run = follow(call, RepeatedText(tokens, lengths, lengths))
+    found = [(_copied(tokens, lengths, start, k), (run * per_match).clamp(max=k), run)]  # drafts, counts, strength
+    if (given := call.prediction) is not None:
+        source = RepeatedText(given.tokens, given.lengths, lengths - given.prompt_lengths)
+        found.insert(0, _from_prediction(given, follow(call, source), k))
+    back = lengths[:, None] - 1 - torch.arange(call.max_n, device=tokens.device)
+    recent, known = tokens.gather(1, back.clamp_min(0)), back >= 0
+    for table, owners in call.texts:
+        drafts, counts, run = look_up_text(table, recent, known, owners, k)
+        found.append((drafts, torch.minimum(counts, run * per_match), run))
     drafts, counts, strengths = (torch.stack(each, dim=1) for each in zip(*found, strict=True))
-    order = torch.arange(len(found), 0, -1, device=call.tokens.device)  # the first of equally strong ones
+    order = torch.arange(len(found), 0, -1, device=tokens.device)  # the first of equally strong ones
     best = (strengths * (len(found) + 1) + order).argmax(dim=1)[:, None]
-    strength = strengths.gather(1, best)[:, 0]
-    limit = torch.where(strength > 0, k, 0) if call.per_match is None else strength * call.per_match
-    count = torch.minimum(counts.gather(1, best)[:, 0], limit).clamp(max=k)
-    return drafts.gather(1, best[..., None].expand(-1, 1, k))[:, 0], count
-
-
-def match_row(tokens: Tensor, lengths: Tensor, min_n: int, max_n: int) -> tuple[Tensor, Tensor]:
-    """Finds the longest earlier occurrence of each row's last tokens in the row itself. Of equals, finds the latest.
-
-    Args:
-        tokens, lengths, min_n, max_n: see `LookUp`.
-
-    Returns:
-        The position after the occurrence, int64 [B], and its number of tokens, int64 [B]. Both are 0 if there is none.
-    """
-    width = tokens.shape[1]
-    place = torch.arange(width, device=tokens.device)
-    matching = place < lengths[:, None]
-    # for each position, the number of tokens before it that equal the row's last tokens
-    run = torch.zeros_like(tokens)
-    for back in range(1, max_n + 1):
-        last = tokens.gather(1, (lengths - back).clamp_min(0)[:, None])
-        before = pad(tokens, (back, 0))[:, :width]
-        matching = matching & (before == last) & (place >= back)
-        run = run + matching
-    best = torch.where(run >= min_n, run * width + place, 0).amax(dim=1)
-    return best % width, best // width
+    return drafts.gather(1, best[..., None].expand(-1, 1, k))[:, 0], counts.gather(1, best)[:, 0]
 
 
 def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
@@ -165,62 +158,69 @@ def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: 
     at = place[:, None] + torch.arange(k, device=place.device)
     drafts = prediction.tokens.gather(1, at.clamp(max=prediction.tokens.shape[1] - 1))
     counts = torch.where(matched > 0, (prediction.lengths - place).clamp(0, k), 0)
-    return drafts, counts, torch.where(counts > 0, (2 * matched).clamp_min(2) + k, 0)
+    return drafts, counts, torch.where(counts > 0, 2 * matched, 0)
 
 
-def follow(call: LookUp) -> tuple[Tensor, Tensor]:
-    """Finds the place in each row's prediction at which its answer continues.
+def follow(call: LookUp, source: RepeatedText) -> tuple[Tensor, Tensor]:
+    """Finds the place in a source at which each row continues.
 
-    1. The expected place. Without its last g tokens, g = 1 .. `GAP`, the answer may end with at least `ANCHOR` tokens
-       that occur in the prediction. The longest such match is the anchor, and the expected place is g tokens after it.
-       An answer of at most `GAP` tokens has the beginning of the prediction as an anchor. Without an anchor, the
-       expected place is the number of tokens of the answer.
-    2. The longest match of the answer's last tokens is taken. It needs `SURE` tokens, or min_n if that is more. Without
-       an anchor, min_n tokens are enough; with one, a single token within `GAP` places of the expected place. Of
-       equally long matches the nearest to the expected place is taken, then the first.
-    3. Without such a match, the expected place of an anchor is taken.
+    1. The expected place. Without its last g tokens, g = 1 .. `GAP`, the row may end with tokens that occur in the
+       source: at least `ANCHOR` of them, and at least min_n. The longest such match is the anchor; matching tokens
+       above `ANCHOR_MOST` do not count. Of equally long ones the anchor with the smallest g is taken, then the one
+       nearest to `source.expected`, then the first. The expected place is g tokens after it. Without an anchor it is
+       `source.expected`. The first `GAP` places of a source need no anchor.
+    2. The longest match of the row's last tokens, min_n to max_n of them. Of equally long ones the nearest to the
+       expected place is taken, then the first.
+    3. Without such a match, but with an anchor: the longest match at most `GAP` places from the expected place, chosen
+       as in 2. If there is none, the expected place itself.
 
     Args:
-        call: the rows and their predictions.
+        call: the rows.
+        source: the text to search for each row.
 
     Returns:
-        The index of the next token in the prediction, int64 [B], and the number of tokens that match before it,
+        The index of the next token in the source, int64 [B], and the number of tokens that match before it,
         int64 [B]: at least 1, or 0 if no place was found.
     """
-    assert call.prediction is not None
-    prediction, predicted = call.prediction.tokens, call.prediction.lengths
-    tokens, lengths, min_n, max_n = call.tokens, call.lengths, call.min_n, call.max_n
-    answered = lengths - call.prediction.prompt_lengths
-    rows, room = prediction.shape
-    place = torch.arange(room, device=prediction.device)
-    before = pad(prediction, (1, 0))[:, :room]
-    inside = (place >= 1) & (place < predicted[:, None])
-    run, runs = torch.zeros_like(prediction), []
-    for back in range(GAP + max_n, -1, -1):  # run[p]: tokens before p that equal the row's end, less its last `back`
-        at = lengths - 1 - back
-        same = (before == tokens.gather(1, at.clamp_min(0)[:, None])) & inside & (at >= 0)[:, None]
-        run = torch.where(same, pad(run, (1, 0))[:, :room] + 1, 0)
-        if back <= GAP:
-            runs.append(run.clamp(max=max_n))
-    exact, gaps = runs[-1], torch.arange(GAP, 0, -1, device=place.device)
-    shifted = place + gaps[:, None]  # [GAP, R]: where the text is if each token of the gap replaced one
-    anchors = torch.stack(runs[:-1], dim=1)
-    usable = (anchors >= ANCHOR) & (shifted < predicted[:, None, None])
-    near = room - (shifted - answered[:, None, None]).abs().clamp(max=room)
-    score = (anchors * (GAP + 1) + (GAP - gaps)[:, None]) * (room + 1) + near
-    best, index = torch.where(usable, score * (room + 1) + room - place, 0).view(rows, -1).max(dim=1)
-    found = best > 0
-    begins = (answered <= GAP) & (answered < predicted)
-    expected = torch.where(found, shifted.view(-1)[index], answered)
-    found = found | begins
-    distance = (place - expected[:, None]).abs()
-    sure = exact >= max(min_n, SURE)
-    likely = torch.where(found[:, None], (exact >= 1) & (distance <= GAP), exact >= min_n)
-    score = (exact * (room + 1) + room - distance.clamp(max=room)) * (room + 1) + room - place
-    best, index = torch.where(sure | likely, score, 0).max(dim=1)
+    ends, room, min_n = source.lengths, source.tokens.shape[1], call.min_n
+    place, runs = torch.arange(room, device=ends.device), _runs(call, source)
+    back = torch.arange(1, GAP + 1, device=ends.device)[:, None]
+    shifted, anchors = place + back, runs[:, 1 : GAP + 1]
+    near = room - (shifted - source.expected[:, None, None]).abs().clamp(max=room)
+    score = ((anchors.clamp(max=ANCHOR_MOST).long() * (GAP + 1) + GAP - back) * (room + 1) + near) * (room + 1)
+    usable = (anchors >= max(ANCHOR, min_n)) & (shifted < ends[:, None, None])
+    anchor = torch.where(usable, score + room - place, 0).flatten(1).amax(dim=1)
+    gap = GAP - anchor // (room + 1) ** 2 % (GAP + 1)
+    expected = torch.where(anchor > 0, room - anchor % (room + 1) + gap, source.expected)
+    found = (anchor > 0) | ((source.expected <= GAP) & (source.expected < ends))
+    distance, run = (place - expected[:, None]).abs(), runs[:, 0].clamp(max=call.max_n).long()
+    close = found[:, None] & (run >= 1) & (distance <= GAP)
+    score = (run * (room + 1) + room - distance.clamp(max=room)) * (room + 1) + room - place
+    best, index = torch.where((run >= min_n) | close, score, 0).max(dim=1)
     hit = best > 0
-    matched = torch.where(hit, exact.gather(1, index[:, None])[:, 0], found.long())
-    return torch.where(hit, index, expected.clamp(0, room - 1)), torch.where(predicted > 0, matched, 0)
+    matched = torch.where(hit, run.gather(1, index[:, None])[:, 0], found.long())
+    return torch.where(hit, index, expected.clamp(0, room - 1)), torch.where(ends > 0, matched, 0)
+
+
+def _runs(call: LookUp, source: RepeatedText) -> Tensor:
+    """Counts the tokens before each place of a source that equal the end of its row, less its last j tokens.
+
+    Returns int32 [B, J, R] for j = 0 .. J - 1, where J > `GAP` + `ANCHOR_MOST` and J > max_n. A number is at most
+    J - j.
+    """
+    room, depth = source.tokens.shape[1], max(GAP + ANCHOR_MOST, call.max_n) + 1
+    place, j = (torch.arange(count, device=call.lengths.device) for count in (room, depth))
+    at = call.lengths[:, None] - 1 - j
+    same = pad(source.tokens, (1, 0))[:, None, :room] == call.tokens.gather(1, at.clamp_min(0))[:, :, None]
+    same &= ((place >= 1) & (place < source.lengths[:, None]))[:, None] & (at >= 0)[:, :, None]
+    # place p of j lies in column p + j: so does the place whose run it makes longer, p - 1 of j + 1
+    width = room + depth
+    columns = torch.zeros(len(same), depth, width, dtype=torch.int32, device=same.device)
+    runs = columns.as_strided(same.shape, (depth * width, width + 1, 1))
+    runs.copy_(same)
+    for one in range(depth - 2, -1, -1):
+        columns[:, one].addcmul_(columns[:, one + 1], columns[:, one])
+    return runs
 
 
 def look_up_text(
