@@ -562,8 +562,8 @@ def read(kind: type[BaseModel], data: bytes) -> Any:
         first, names = found[0], _names(found[0])
         field = names[0] if names else None
         if first["type"] == "extra_forbidden":
-            served = ", ".join(kind.model_fields)
-            raise Refusal(f"{'.'.join(names)} is not supported; leave it out. Supported: {served}", field) from None
+            served = f". Supported: {', '.join(kind.model_fields)}" if len(names) == 1 else ""
+            raise Refusal(f"{'.'.join(names)} is not supported; leave it out{served}", field) from None
         raise Refusal("; or ".join(_nearest(first["loc"], found)), field) from None
 
 
