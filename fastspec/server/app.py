@@ -86,11 +86,11 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
 
     async def tokenize(request: Request) -> Response:
         body = await read_body(service, request, Tokenize)
-        return JSONResponse((await asyncio.to_thread(tokenized, service, body)).model_dump())
+        return await asyncio.to_thread(lambda: JSONResponse(tokenized(service, body).model_dump()))
 
     async def detokenize(request: Request) -> Response:
         body = await read_body(service, request, Detokenize)
-        return JSONResponse((await asyncio.to_thread(detokenized, service, body)).model_dump())
+        return await asyncio.to_thread(lambda: JSONResponse(detokenized(service, body).model_dump()))
 
     control = WeightControl(service.generator)
 

@@ -21,9 +21,11 @@ from fastspec.scheduling.scheduler import Scheduler
 from fastspec.server.access import Access
 from fastspec.server.openapi import description
 from fastspec.server.request_log import AccessLog, RequestRecord
+from fastspec.server.responses.body import ResponseBody
 from fastspec.server.run import Certificate, Server, answering_that_models_load, listening, listening_at
 from fastspec.server.service import Service
 from fastspec.server.texts import Answer
+from fastspec.server.tokens import Tokens
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened
 from tests.server.conftest import Running, running
@@ -415,7 +417,11 @@ def test_gauges_tell_of_running_and_waiting_answers(pair: tuple[Path, Path], mon
 
 
 @pytest.mark.parametrize(
-    "work", ["prompt", "template", "grammar", "tokenize", "truncation", "count", "scores", "streamed scores"]
+    "work",
+    [
+        *("prompt", "template", "grammar", "tokenize", "token names", "truncation", "items", "count", "counted items"),
+        *("scores", "streamed scores"),
+    ],
 )
 def test_long_work_on_a_request_holds_up_no_other(
     server: Running, gen: FastSpecGenerator, work: str, monkeypatch: pytest.MonkeyPatch
@@ -429,6 +435,9 @@ def test_long_work_on_a_request_holds_up_no_other(
         "tokenize": (type(server.service.template), "ids", "/tokenize", {"messages": CHAT["messages"]}),
         "truncation": (type(server.service.template), "ids", "/v1/responses", TURNS | {"truncation": "auto"}),
         "count": (type(server.service.template), "ids", "/v1/responses/input_tokens", TURNS),
+        "token names": (Tokens, "model_dump", "/tokenize", {"prompt": "x", "return_token_strs": True}),
+        "items": (ResponseBody, "asked", "/v1/responses", TURNS),
+        "counted items": (ResponseBody, "asked", "/v1/responses/input_tokens", TURNS),
         "scores": (Answer, "echoed_logprobs", "/v1/completions", SCORED),
         "streamed scores": (Answer, "echoed_logprobs", "/v1/completions", SCORED | {"stream": True}),
     }
