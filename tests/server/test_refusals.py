@@ -129,6 +129,8 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
             "json_schema cannot be used: Invalid type: y",
         ),
         ("tool_choice", "required", "tool_choice"),
+        ("tool_choice", "any", "^tool_choice: .*'auto', 'none' or 'required', got 'any'; or tool_choice: .*object"),
+        ("tool_choice", {"type": "x"}, "^tool_choice.type: .*'function', got 'x'; or tool_choice.type: .*'allowed"),
         (
             "chat_template_kwargs",
             {"chat_template": "{{ 1 }}"},
