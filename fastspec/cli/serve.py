@@ -12,7 +12,7 @@ import typer
 
 from fastspec.cli import flags
 from fastspec.cli.errors import errors_in_one_line
-from fastspec.cli.imports import import_all
+from fastspec.cli.imports import import_all, leave_out_of_collection
 from fastspec.cli.inputs import check_call
 from fastspec.cli.progress import LOADING, Progress
 from fastspec.cli.rank_processes import follow, start_ranks, this_rank
@@ -215,6 +215,7 @@ def serve(
                     reasoning_parser=reasoning_parser,
                     response_store=response_store,
                 )
+                leave_out_of_collection()
                 scheme = "http" if certificate is None else "https"
                 address = f"{scheme}://{f'[{host}]' if ':' in host else host}"
                 address = f"{uds}, path /v1" if uds else f"{address}:{on.getsockname()[1]}/v1"

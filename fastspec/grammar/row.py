@@ -32,6 +32,9 @@ class Matcher(Protocol):
     def is_error(self) -> bool:
         """True if the matcher has failed."""
 
+    def get_error(self) -> str:
+        """Returns why the matcher has failed, or an empty text."""
+
     def deep_copy(self) -> Matcher:
         """Returns a matcher in the same state, which can be advanced separately to look ahead."""
 
@@ -67,7 +70,13 @@ class GrammarStep:
 
 
 class Guide(Protocol):
-    """Source of the draft tokens and masks of one row, on the host: `RowGrammar`, or `GivenTokens`."""
+    """Source of the draft tokens and masks of one row, on the host: `RowGrammar`, or `GivenTokens`.
+
+    Attributes:
+        fault: why no token is allowed any more, such as a grammar that is too ambiguous. Empty if there is no fault.
+    """
+
+    fault: str
 
     def advance(self, tokens: Sequence[int]) -> int | None:
         """Advances the row by the emitted tokens of a step.
@@ -92,6 +101,7 @@ class GivenTokens:
 
     def __init__(self, tokens: Sequence[int], vocab_size: int) -> None:
         self._tokens, self._words, self._next = tokens, words_of(vocab_size), 0
+        self.fault = ""
 
     def advance(self, tokens: Sequence[int]) -> int | None:
         """Advances the row by the emitted tokens of a step. Returns None, because the row ends at its limit."""
@@ -118,6 +128,9 @@ class RowGrammar:
         prompt: token ids of the row's prompt, for lookup.
         dropped: ids whose leading blank the tokenizer's `decode` drops at the start of a text. They are not allowed as
             the first token if other ids are. So the decoded text equals the text that the grammar has checked.
+
+    Attributes:
+        fault: see `Guide`.
     """
 
     def __init__(
@@ -135,6 +148,7 @@ class RowGrammar:
         self._ends, self._stops = _bits(ends, self._words), _bits(stop_ids, self._words)
         self._dropped = _bits([token for token in dropped if token < vocab_size], self._words)
         self._begun = False  # True after the first emitted token
+        self.fault = ""
         self._lookup = _Lookup(prompt)
         self._next: tuple[int, GrammarStep] | None = None  # (max_drafts, result) of the last call of `next_step`
 
@@ -228,6 +242,8 @@ class RowGrammar:
                 allowed = others
             if self._matcher.is_accepting():
                 allowed |= self._stops
+        if self._matcher.is_error():
+            self.fault = self._matcher.get_error().strip().partition("\n")[0]  # the next lines describe the parser
         return allowed
 
 

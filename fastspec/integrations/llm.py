@@ -1,7 +1,7 @@
 """A plugin for the command-line program `llm`. It adds models that run with fastspec, under names that the user gives.
 
 Needs the package llm, which finds this module by its entry point. `llm fastspec add NAME TARGET [--draft DRAFT]` gives
-a model a name. `llm -m fastspec-demo "def add(a, b):"` continues a prompt with the pair of tiny models in this package.
+a model a name. `llm -m fastspec-demo "Sort a list."` answers with the pair of tiny models in this package.
 """
 
 from __future__ import annotations

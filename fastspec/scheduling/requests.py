@@ -34,6 +34,7 @@ from fastspec.state import RUNNING, STOPPED
 from fastspec.text.stop_strings import StopWatch
 
 _NAMED = 8  # largest number of rows that an error names
+_TOLD = 200  # characters of a grammar's own message that an error repeats
 
 
 @dataclass(slots=True, eq=False)
@@ -392,6 +393,12 @@ def check_valid(requests: list[Request], copies: int) -> None:
     failed = [(index, request.invalid_at) for index, request in enumerate(requests) if request.invalid_at is not None]
     if not failed:
         return
+    grammar = requests[failed[0][0]].grammar
+    if grammar is not None and grammar.fault:
+        raise InvalidLogits(
+            f"the grammar of {_place(*failed[0], copies)} has failed: {grammar.fault[:_TOLD]}. The other rows are "
+            "complete (this error's `output`). Write the grammar with fewer ways to read the same text"
+        )
     named = [_place(index, position, copies) for index, position in failed[:_NAMED]]
     more = f" and {len(failed) - _NAMED} more" if len(failed) > _NAMED else ""
     raise InvalidLogits(

@@ -44,7 +44,7 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
     meters = service.meters
     noted: set[str] = set()  # names of fields without effect that were logged
 
-    def route(path: str, methods: str, answer: Route, *, open_to_all: bool = False) -> None:
+    def route(path: str, method: str, answer: Route, *, open_to_all: bool = False) -> None:
         async def answered(request: Request) -> Response:
             try:
                 if not open_to_all:
@@ -55,7 +55,8 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
             meters.requests.labels(str(response.status_code)).inc()
             return response
 
-        app.add_api_route(path, answered, methods=methods.split(), response_model=None)
+        methods = ["GET", "HEAD"] if method == "GET" else [method]  # uvicorn sends no body to HEAD
+        app.add_api_route(path, answered, methods=methods, response_model=None)
 
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -85,11 +86,11 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
 
     async def tokenize(request: Request) -> Response:
         body = await read_body(service, request, Tokenize)
-        return JSONResponse((await asyncio.to_thread(tokenized, service, body)).model_dump())
+        return await asyncio.to_thread(lambda: JSONResponse(tokenized(service, body).model_dump()))
 
     async def detokenize(request: Request) -> Response:
         body = await read_body(service, request, Detokenize)
-        return JSONResponse((await asyncio.to_thread(detokenized, service, body)).model_dump())
+        return await asyncio.to_thread(lambda: JSONResponse(detokenized(service, body).model_dump()))
 
     control = WeightControl(service.generator)
 
@@ -144,8 +145,8 @@ def app_of(service: Service, access: Access | None = None) -> ASGIApp:
             allow_headers=["*"],
             expose_headers=[REQUEST_ID],
         )
-    route("/health", "GET HEAD", health, open_to_all=True)
-    route("/ping", "GET HEAD", health, open_to_all=True)
+    route("/health", "GET", health, open_to_all=True)
+    route("/ping", "GET", health, open_to_all=True)
     route("/version", "GET", version)
     route("/metrics", "GET", metrics)
     route("/openapi.json", "GET", openapi)
@@ -218,8 +219,9 @@ async def _answer(service: Service, request: Request, kind: type[Body], noted: s
 async def _whole(job: Job, envelope: Envelope, request: Request) -> Response:
     """Returns the response with all answers, when they are complete. Raises Refusal if the client disconnects."""
     texts = await unless_gone(_texts(job), request)
-    chosen = best_of(texts, envelope.drawn, envelope.num_answers)
-    return JSONResponse(envelope.whole(chosen, job.usage()))
+    chosen, usage = best_of(texts, envelope.drawn, envelope.num_answers), job.usage()
+    # log-probabilities of a long prompt take seconds: in a thread they delay no other request
+    return await asyncio.to_thread(lambda: JSONResponse(envelope.whole(chosen, usage)))
 
 
 def best_of(texts: list[tuple[Answer, str, str]], drawn: int, num_answers: int) -> list[tuple[Answer, str, str]]:
@@ -255,7 +257,10 @@ async def _text(job: Job, answer: Answer) -> tuple[Answer, str, str]:
 async def _events(job: Job, envelope: Envelope) -> AsyncIterator[bytes]:
     try:
         async for answer, piece in job.merged():
-            for one in envelope.piece(answer, piece):
+            # in a thread for the same reason as in `_whole`
+            scored = envelope.scores_prompt(answer)
+            found = await asyncio.to_thread(envelope.piece, answer, piece) if scored else envelope.piece(answer, piece)
+            for one in found:
                 yield event(one | {"usage": job.usage()} if envelope.always_usage else one)
         if envelope.with_usage:
             yield event(envelope.last(job.usage()))

@@ -27,11 +27,18 @@ _LOGGER = logging.getLogger("fastspec.server")
 
 
 async def _data(request: Request, limit: int) -> bytes:
-    """Returns the body of a request. Raises Refusal if it has more than `limit` bytes, or its type is not JSON."""
+    """Returns the body of a request.
+
+    Raises:
+        Refusal: the body has more than `limit` bytes, is compressed, or its type is not JSON.
+    """
     kind = request.headers.get("content-type", "").split(";")[0].strip()
     # browsers send JSON to another site only after a preflight request, so foreign pages cannot use this server
     if kind.lower() != "application/json":
         raise Refusal(f"content-type must be application/json, got {kind!r}", status=415)
+    coding = request.headers.get("content-encoding", "identity").strip()
+    if coding.lower() != "identity":
+        raise Refusal(f"bodies are read uncompressed, got content-encoding {coding!r}; leave it out", status=415)
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

@@ -8,6 +8,7 @@ from typing import Any
 from fastspec.grammar.spec import KINDS
 from fastspec.inputs.table import OPTIONS
 
+_TOLD = 80  # characters of a path that an error message repeats
 # keyword that a message may begin with -> field of the request that set it
 _FIELDS = {row.keyword: row.field for row in OPTIONS if not row.field.startswith("-")}
 
@@ -58,6 +59,7 @@ def of_option(error: Exception, fields: set[str]) -> Refusal:
 
 def no_such(status: int, method: str, path: str) -> Refusal:
     """Makes the refusal of a request with an unknown path (404), or with a wrong method (405)."""
+    path = path[:_TOLD]
     said = f"{method} is not allowed on {path}" if status == 405 else f"there is no {path} here"
     message = f"{said}; GET /openapi.json lists the paths of this server, such as POST /v1/chat/completions"
     return Refusal(message, status=status)

@@ -29,6 +29,8 @@ _TEMPLATED = frozenset(
 )
 _ID = re.compile("0|[1-9][0-9]{0,17}")
 _TOLD = 80  # characters of a value that an error message repeats
+# classes that are one type of a union, here and in `responses.body`
+_UNITED = ("NamedChoice", "AllowedChoice", "FunctionChoice", "AllowedTools", "NamedConversation")
 
 
 class StreamOptions(BaseModel):
@@ -542,7 +544,7 @@ def _id(key: str) -> int:
 
 def _of_union(place: str) -> bool:
     """True if `place`, a part of the location of a pydantic error, names a type of a union instead of a field."""
-    return place in ("str", "int") or place.startswith(("constrained-", "list[", "literal["))
+    return place in ("str", "int", *_UNITED) or place.startswith(("constrained-", "list[", "literal["))
 
 
 def read(kind: type[BaseModel], data: bytes) -> Any:
@@ -562,8 +564,8 @@ def read(kind: type[BaseModel], data: bytes) -> Any:
         first, names = found[0], _names(found[0])
         field = names[0] if names else None
         if first["type"] == "extra_forbidden":
-            served = ", ".join(kind.model_fields)
-            raise Refusal(f"{'.'.join(names)} is not supported; leave it out. Supported: {served}", field) from None
+            served = f". Supported: {', '.join(kind.model_fields)}" if len(names) == 1 else ""
+            raise Refusal(f"{'.'.join(names)} is not supported; leave it out{served}", field) from None
         raise Refusal("; or ".join(_nearest(first["loc"], found)), field) from None
 
 

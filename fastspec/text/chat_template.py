@@ -326,9 +326,12 @@ def _content(place: str, content: Any) -> str | list[Message]:
         return content
     if not isinstance(content, list):
         raise ConversationError(f"{place}.content must be a text, got {str(content)[:_SHOWN]!r}")
-    if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        raise ConversationError(f"{place}.content may have parts of type text alone; nothing else is read here")
     for part in content:
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text":
+            raise ConversationError(
+                f"{place}.content may have parts of type text alone, got {str(kind)[:_SHOWN]!r}; leave that part out"
+            )
         if not isinstance(part.get("text"), str):
             raise ConversationError(f"{place}.content: the text of each part must be a text")
     return [{"type": "text", "text": part["text"]} for part in content]

@@ -163,6 +163,16 @@ def test_a_port_that_is_taken() -> None:
     assert "cannot listen on 127.0.0.1" in result.stderr
 
 
+def test_what_serves_is_not_scanned_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan of it would stop all streams."""
+    done: list[str] = []
+    monkeypatch.setattr("gc.freeze", lambda: done.append("freeze"))
+    monkeypatch.setattr("fastspec.cli.serve._warm_up", lambda *given: done.append("models are loaded"))
+    monkeypatch.setattr("fastspec.server.run.Server.serve_on", lambda *given: done.append("serves"))
+    assert served("--device", "cpu", "--port", "0").exit_code == 0
+    assert done[-3:] == ["models are loaded", "freeze", "serves"]
+
+
 def test_keys_limits_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text("secret \nmore\n")
     assert _key(f"@{tmp_path / 'key'}") == "secret"

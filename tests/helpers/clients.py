@@ -55,7 +55,9 @@ def environment(client: Other) -> Path:
     stamp, wanted = folder / "requirements.json", json.dumps(client.requirements)
     if not stamp.exists() or stamp.read_text() != wanted:
         if client.runs_in_node:
-            install = ["npm", "install", "--no-audit", "--no-fund", "--omit=optional", "--prefix", str(folder)]
+            # scripts of packages would fetch programs from elsewhere
+            install = ["npm", "install", "--no-audit", "--no-fund", "--omit=optional", "--ignore-scripts"]
+            install += ["--prefix", str(folder)]
             folder.mkdir(parents=True, exist_ok=True)
         else:
             venv.create(folder, with_pip=True, clear=True)

@@ -1,4 +1,4 @@
-"""Clients and load generators of others talk to `fastspec serve`, each in an environment of its own from PyPI."""
+"""Clients and load generators of others talk to `fastspec serve`, each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -48,6 +48,36 @@ for model, more in (("openai-api/demo/demo", dict()), ("vllm/demo", dict(logprob
     url = None if model.startswith("openai") else "{url}"
     (log,) = eval(task, model=model, model_base_url=url, log_dir="{folder}/logs", display="none", **more)
     print(model, log.status, len(log.samples[0].output.completion) > 0)
+"""
+PROMPTFOO = """
+import promptfoo from "promptfoo";
+const properties = { city: { enum: ["Paris", "Rome"] } };
+const shape = { type: "object", properties, required: ["city"], additionalProperties: false };
+const config = { apiBaseUrl: "{url}", apiKey: "key", max_tokens: 60, max_output_tokens: 60 };
+const name = "Weather", parameters = shape, schema = shape, type = "function";
+const called = { ...config, tools: [{ type, function: { name, parameters } }] };
+called.tool_choice = { type, function: { name } };
+const flat = { ...config, tools: [{ type, name, parameters }], tool_choice: { type, name } };
+const formed = { ...config, response_format: { type: "json_schema", json_schema: { name, schema, strict: true } } };
+const providers = [
+  { id: "openai:chat:demo", label: "calls", config: called },
+  { id: "openai:chat:demo", label: "object", config: formed },
+  { id: "openai:responses:demo", label: "responses", config: flat },
+  { id: "openai:completion:demo", label: "text", config },
+];
+const named = { type: "javascript", value: 'JSON.stringify(output).includes("city")' };
+const asserted = {
+  calls: [{ type: "is-valid-openai-tools-call" }, named],
+  object: [{ type: "is-json", value: shape }],
+  responses: [named],
+  text: [{ type: "javascript", value: "output.length > 0" }],
+};
+const vars = { place: "Rome" }, prompts = ["Weather in {{place}}?"];
+const tests = Object.entries(asserted).map(([label, assert]) => ({ vars, providers: [label], assert }));
+const made = await promptfoo.evaluate({ prompts, providers, tests, writeLatestResults: false }, { cache: false });
+for (const one of (await made.toEvaluateSummary()).results)
+  console.log(one.provider.label, "passes:", one.success, one.error ?? "");
+process.exit(0);  // it leaves its database open
 """
 CLIENTS = (
     Other(
@@ -103,6 +133,14 @@ CLIENTS = (
             *("--output-artifact-dir", "{folder}/report"),
         ),
         (r"Request Error Rate \(%\) │ +0\.00", r"Request Count \(requests\) │ +6\.00"),
+    ),
+    Other(
+        "promptfoo",
+        ("promptfoo", "@libsql/linux-x64-gnu"),  # its database's program is an optional package
+        ("main.mjs",),
+        tuple(f"{label} passes: true" for label in ("calls", "object", "responses", "text")),
+        {"main.mjs": PROMPTFOO},
+        {"PROMPTFOO_DISABLE_TELEMETRY": "1", "PROMPTFOO_DISABLE_UPDATE": "1", "PROMPTFOO_CONFIG_DIR": "{folder}/home"},
     ),
 )
 

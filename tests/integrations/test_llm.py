@@ -20,12 +20,14 @@ from fastspec.integrations.llm import FastSpecModel  # noqa: E402
 from tests.helpers.services import small_pair  # noqa: E402
 
 TARGET, DRAFT = map(str, demo_pair())
-PROMPT = "def add(a, b):\n    return"
+PROMPT = "Add two numbers."
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _registered() -> None:
-    load_plugins()
+    with pytest.MonkeyPatch.context() as patch:  # other plugins may be here, such as SmolLM2's, which wants llama.cpp
+        patch.setattr("llm.plugins.LLM_LOAD_PLUGINS", "fastspec-decoding")
+        load_plugins()
     if not pm.is_registered(plugin):  # by its entry point, where the package is installed
         pm.register(plugin)
 
@@ -33,7 +35,8 @@ def _registered() -> None:
 @pytest.fixture(scope="module")
 def text() -> str:
     with FastSpecGenerator(TARGET, DRAFT, max_length=1024, progress=False) as gen:
-        ids = gen.tokenizer(PROMPT)["input_ids"]
+        asked = [{"role": "user", "content": PROMPT}]
+        ids = gen.tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
         (new,) = gen.generate([ids], max_new_tokens=24, return_dict_in_generate=True).new_tokens
         return str(gen.tokenizer.decode(new, skip_special_tokens=True))
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from fastspec import FastSpecGenerator, GenerateOutput, InvalidLogits, NGram, UnsupportedOption
 from fastspec.engine.engine import Engine
@@ -226,6 +227,26 @@ def test_options_that_leave_nothing_of_a_grammar(gen: FastSpecGenerator, plain: 
     assert made.new_tokens[1] == output(plain, PROMPTS[1:2], do_sample=False).new_tokens[0]
 
 
+def test_a_grammar_that_fails_midway_is_named(
+    gen: FastSpecGenerator, plain: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its texts can be read in more ways than the library follows, as from some length on with its usual limits."""
+
+    def limited(spec: GrammarSpec, vocabulary: LLTokenizer) -> LLMatcher:
+        limits = LLParserLimits(max_items_in_row=20)
+        return LLMatcher(vocabulary, LLMatcher.grammar_from_lark(spec.text), log_level=0, limits=limits)
+
+    monkeypatch.setattr("fastspec.grammar.library._compiled", limited)
+    with pytest.raises(
+        InvalidLogits, match=r"^the grammar of prompt 0, position \d+ has failed: .*21 items; max is 20"
+    ) as caught:
+        output(gen, PROMPTS[:2], grammar=['start: a\na: a a | "x"', None], do_sample=False)
+    made = caught.value.output
+    assert isinstance(made, GenerateOutput)
+    assert set(text_of(gen, made.new_tokens[0])) == {"x"}
+    assert made.new_tokens[1] == output(plain, PROMPTS[1:2], do_sample=False).new_tokens[0]
+
+
 class _Modulo:
     """A grammar over numbers: what comes next is the last token plus one, two or three; it never ends."""
 
@@ -240,6 +261,9 @@ class _Modulo:
 
     def is_error(self) -> bool:
         return False
+
+    def get_error(self) -> str:
+        return ""
 
     def deep_copy(self) -> _Modulo:
         copied = _Modulo()

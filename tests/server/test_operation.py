@@ -21,8 +21,11 @@ from fastspec.scheduling.scheduler import Scheduler
 from fastspec.server.access import Access
 from fastspec.server.openapi import description
 from fastspec.server.request_log import AccessLog, RequestRecord
+from fastspec.server.responses.body import ResponseBody
 from fastspec.server.run import Certificate, Server, answering_that_models_load, listening, listening_at
 from fastspec.server.service import Service
+from fastspec.server.texts import Answer
+from fastspec.server.tokens import Tokens
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened
 from tests.server.conftest import Running, running
@@ -50,6 +53,7 @@ PREFLIGHT = {
     "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
 }
 JSON = {"Content-Type": "application/json"}
+SCORED: dict[str, Any] = TEXT | {"echo": True, "logprobs": 1}
 TURNS: dict[str, Any] = {"model": "small", "max_output_tokens": 4}
 TURNS["input"] = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
 
@@ -310,7 +314,9 @@ def asked_json(server: Running, path: str, body: dict[str, Any]) -> tuple[int, A
 def test_the_version_and_pings(server: Running) -> None:
     assert json.loads(get(server, "/version")[1]) == {"version": fastspec.__version__}
     assert get(server, "/ping") == (200, '{"status":"ok"}')
-    assert asked(server, "HEAD", "/health", {}).status == 200
+    for path in ("/health", "/v1/models", "/metrics"):
+        answer = asked(server, "HEAD", path, {})
+        assert (answer.status, int(answer.headers["Content-Length"]) > 0) == (200, True)
 
 
 def test_the_description_is_that_of_the_routes(server: Running) -> None:
@@ -410,7 +416,13 @@ def test_gauges_tell_of_running_and_waiting_answers(pair: tuple[Path, Path], mon
     assert 0 < gauges["kv_cache_usage_perc"] <= 1
 
 
-@pytest.mark.parametrize("work", ["prompt", "template", "grammar", "tokenize", "truncation", "count"])
+@pytest.mark.parametrize(
+    "work",
+    [
+        *("prompt", "template", "grammar", "tokenize", "token names", "truncation", "items", "count", "counted items"),
+        *("scores", "streamed scores"),
+    ],
+)
 def test_long_work_on_a_request_holds_up_no_other(
     server: Running, gen: FastSpecGenerator, work: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +435,11 @@ def test_long_work_on_a_request_holds_up_no_other(
         "tokenize": (type(server.service.template), "ids", "/tokenize", {"messages": CHAT["messages"]}),
         "truncation": (type(server.service.template), "ids", "/v1/responses", TURNS | {"truncation": "auto"}),
         "count": (type(server.service.template), "ids", "/v1/responses/input_tokens", TURNS),
+        "token names": (Tokens, "model_dump", "/tokenize", {"prompt": "x", "return_token_strs": True}),
+        "items": (ResponseBody, "asked", "/v1/responses", TURNS),
+        "counted items": (ResponseBody, "asked", "/v1/responses/input_tokens", TURNS),
+        "scores": (Answer, "echoed_logprobs", "/v1/completions", SCORED),
+        "streamed scores": (Answer, "echoed_logprobs", "/v1/completions", SCORED | {"stream": True}),
     }
     owner, name, path, body = held[work]
     whole = getattr(owner, name)
@@ -435,7 +452,7 @@ def test_long_work_on_a_request_holds_up_no_other(
 
     monkeypatch.setattr(owner, name, slow)
     found: list[int] = []
-    thread = threading.Thread(target=lambda: found.append(asked_json(server, path, body)[0]))
+    thread = threading.Thread(target=lambda: found.append(asked(server, "POST", path, JSON, body).status))
     thread.start()
     try:
         assert begun.wait(HANGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import json
 import re
@@ -100,6 +101,7 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
         ("prompt", "x" * 500, "the prompt has 500 tokens"),
         ("stream_options", {"include_usage": True}, "stream_options needs stream=true"),
         ("stream_options", {"include_obfuscation": True}, "^stream_options.include_obfuscation: "),
+        ("stream_options", {"x": 1}, "^stream_options.x is not supported; leave it out$"),
     ],
 )
 def test_a_field_of_a_completion_is_named(server: Running, field: str, value: Any, says: str) -> None:
@@ -127,6 +129,8 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
             "json_schema cannot be used: Invalid type: y",
         ),
         ("tool_choice", "required", "tool_choice"),
+        ("tool_choice", "any", "^tool_choice: .*'auto', 'none' or 'required', got 'any'; or tool_choice: .*object"),
+        ("tool_choice", {"type": "x"}, "^tool_choice.type: .*'function', got 'x'; or tool_choice.type: .*'allowed"),
         (
             "chat_template_kwargs",
             {"chat_template": "{{ 1 }}"},
@@ -140,7 +144,12 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
         ("messages", [], "messages"),
         ("messages", [{"role": "robot", "content": "x"}], r"messages\[0\].role must be one of"),
         ("messages", [{"role": "user", "content": 3}], r"messages\[0\].content must be a text"),
-        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "parts of type text alone"),
+        (
+            "messages",
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "parts of type text alone, got 'image_url'; leave that part out",
+        ),
+        ("messages", [{"role": "user", "content": ["x"]}], "parts of type text alone, got 'x'"),
         ("messages", [{"role": "user", "content": [{"type": "text", "text": 3}]}], "text of each part must be a text"),
         ("messages", [{"role": "user", "content": [{"type": "text"}]}], "text of each part must be a text"),
         (
@@ -174,8 +183,15 @@ def test_bodies_that_are_none(server: Running) -> None:
     assert (other[0], other[1]["error"]["code"]) == (404, "model_not_found")
     assert post(server, TEXT, headers={"Content-Type": "text/plain"})[0] == 415
     assert post(server, TEXT, headers={"Content-Type": "Application/JSON; charset=utf-8"})[0] == 200
+    status, answer = post(server, gzip.compress(json.dumps(TEXT).encode()), headers={"Content-Encoding": "gzip"})
+    assert (status, answer["error"]["message"]) == (
+        415,
+        "bodies are read uncompressed, got content-encoding 'gzip'; leave it out",
+    )
+    assert post(server, TEXT, headers={"Content-Encoding": "Identity"})[0] == 200
     for (status, told), says in (
         (get(server, "/v1/nothing"), "there is no /v1/nothing here"),
+        (get(server, "/" + "x" * 9000), f"there is no /{'x' * 79} here"),
         (get(server, "/v1/completions"), "GET is not allowed on /v1/completions"),
     ):
         error = json.loads(told)["error"]

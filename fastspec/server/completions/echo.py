@@ -27,6 +27,11 @@ class Echo:
         """True if the answer has no new tokens, because max_tokens is 0."""
         return self._body is not None and self._body.max_tokens == 0
 
+    @property
+    def scored(self) -> bool:
+        """True if an answer begins with its prompt and the log-probabilities of the prompt's tokens."""
+        return self._body is not None and self._body.echo and self._body.logprobs is not None
+
     def begin(self, answer: Answer) -> dict[str, Any] | None:
         """Returns text and log-probabilities of an answer's prompt as fields of a choice.
 

@@ -78,6 +78,10 @@ class Envelope:
         wanted = self._prompt_logprobs if self.chat else None
         return {} if wanted is None else {"prompt_logprobs": answer.prompt_logprobs(wanted)}
 
+    def scores_prompt(self, answer: Answer) -> bool:
+        """True if the next piece of an answer has the log-probabilities of its prompt, which take long to build."""
+        return self._echo.scored and answer.index not in self._begun
+
     def piece(self, answer: Answer, piece: Piece) -> list[dict[str, Any]]:
         """Returns the stream events for a piece of an answer: its text or its deltas, then the finish reason."""
         shared: dict[str, Any] = {"index": answer.index, "finish_reason": None}

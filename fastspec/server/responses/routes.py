@@ -112,7 +112,7 @@ def response_routes(service: Service, noted: set[str]) -> Iterator[Route]:
     async def count(request: Request) -> Response:
         turn = _turn(service, await read_body(service, request, ResponseBody), request.state.api_key)
         await turn.fit(service)
-        number = await asyncio.to_thread(_tokens, service, turn.asked)
+        number = await asyncio.to_thread(lambda: _tokens(service, turn.asked))
         return JSONResponse({"object": "response.input_tokens", "input_tokens": number})
 
     async def response(request: Request) -> Response:
@@ -311,7 +311,7 @@ async def _respond(service: Service, request: Request, noted: set[str]) -> Respo
 
 async def _started(service: Service, turn: ResponseTurn) -> Job:
     await turn.fit(service)
-    asked = turn.asked
+    asked = await asyncio.to_thread(lambda: turn.asked)  # converts thousands of items
     with asked.naming_items():
         return await service.start(asked.chat, turn.owner)
 

@@ -239,6 +239,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         for kind in ("web_search", "file_search", "code_interpreter", "computer", "mcp", "image_generation", "custom")
     ),
     ({"tools": [{"type": "function", "name": "a b"}]}, "tools", "tools.0.name: String should match"),
+    ({"tool_choice": {"type": "x"}}, "tool_choice", "tool_choice.type: Input should be 'function', got 'x'"),
+    ({"conversation": 5}, "conversation", "conversation: Input should be a"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice is required, and there are no tools"),
     ({"tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "names 'x', which is none of the tools"),
     (
