@@ -10,9 +10,11 @@ FILES = ("cpu", "tasks", "perplexity")
 
 Column = tuple[str, str]  # key of a row, heading
 DECODING: tuple[Column, ...] = (
-    ("workload", "model"), ("dtype", "dtype"), ("threads", "threads"), ("prompt", "prompt"), ("engine", "engine"),
-    ("tok_cpu_s", "tok per CPU second"), ("over_plain", "over transformers plain"), ("text_equal", "texts equal"),
-    ("commit", "commit"),
+    ("workload", "model"), ("dtype", "dtype"), ("threads", "threads"), ("prompt", "prompt"),
+    ("tok_cpu_s", "transformers plain, tok per CPU second"), ("transformers prompt lookup", "its lookup, times plain"),
+    ("transformers assistant", "its assistant"), ("fastspec plain", "fastspec plain"),
+    ("fastspec plain, exact=False", "exact=False"), ("fastspec lookup, k = 4", "lookup, k = 4"),
+    ("fastspec lookup, auto", "lookup, auto"), ("fastspec draft, k = 4", "draft, k = 4"), ("commit", "commit"),
 )  # fmt: skip
 DRAFTERS: tuple[Column, ...] = (
     ("workload", "model and tasks"), ("drafter", "drafter"), ("k", "k"),
@@ -37,6 +39,18 @@ def newest(rows: Sequence[Row], bench: str, *keys: str) -> list[Row]:
     return list(latest.values())
 
 
+def by_workload(rows: Sequence[Row]) -> list[Row]:
+    """A row for each workload: tokens per second of transformers' plain decoding, and each engine's multiple of it."""
+    lines: dict[tuple[object, ...], Row] = {}
+    for row in newest(rows, "cpu", "workload", "dtype", "threads", "prompt", "engine"):
+        key = {name: row.get(name) for name in ("workload", "dtype", "threads", "prompt")}
+        line = lines.setdefault(tuple(key.values()), key)
+        line |= {row["engine"]: row.get("over_plain"), "commit": row["commit"]}
+        if row["engine"] == "transformers plain":
+            line["tok_cpu_s"] = row["tok_cpu_s"]
+    return list(lines.values())
+
+
 def parts(rows: Sequence[Row]) -> list[Part]:
     """Headings, rows and columns of the tables."""
     tasks = [
@@ -48,11 +62,7 @@ def parts(rows: Sequence[Row]) -> list[Part]:
         and row["drafter"] != "plain"
     ]
     return [
-        (
-            "Decoding on a CPU, beside transformers",
-            newest(rows, "cpu", "workload", "dtype", "threads", "prompt", "engine"),
-            DECODING,
-        ),
+        ("Decoding on a CPU, in multiples of transformers", by_workload(rows), DECODING),
         ("Drafters on tasks, greedy, on a CPU", newest(tasks, "tasks", "model", "drafter", "k"), DRAFTERS),
         ("Perplexity by format", newest(rows, "perplexity", "workload", "format"), PERPLEXITY),
     ]
