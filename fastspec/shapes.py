@@ -457,13 +457,17 @@ def blocks(positions: int) -> int:
 
 
 def step_kinds(ks: Iterable[int], grammars: Iterable[str | None]) -> list[tuple[int, str | None]]:
-    """Returns (num_drafts, grammars) of each kind of decode step that a call may need, largest num_drafts first.
+    """Returns the kinds of decode steps that a call may need, largest number of draft tokens first.
 
-    A step with MIXED_DRAFTS has at least one draft token. A step with GRAMMAR_ONLY may have none.
+    Each number in `ks` is combined with each value in `grammars`. MIXED_DRAFTS is not combined with 0, because the
+    proposer drafts in such a step. GRAMMAR_ONLY is combined with 0 even if `ks` has no 0.
 
     Args:
         ks: numbers of draft tokens that steps of the call may have.
         grammars: values of `StepShape.grammars` that steps of the call may have.
+
+    Returns:
+        Pairs of `StepShape.num_drafts` and `StepShape.grammars`.
     """
     pairs = [
         (k, kind)

@@ -96,7 +96,8 @@ class StateSizes:
         pages_per_row: P, number of pages of the KV cache that a row may have.
         vocab_size: V, number of the target's token ids.
         keep_draft_probs: True if `draft_probs` has memory for distributions: Q is then V, else 0.
-        prediction_tokens: R, largest number of tokens of a row's prediction.
+        prediction_tokens: R, largest number of tokens of a predicted output, the text that a row is likely to repeat.
+            0: rows have no predictions.
     """
 
     batch: int

@@ -114,17 +114,18 @@ class StepTimes:
 
         seconds(bucket, k) = measured[bucket, k] * scale[bucket] * own[bucket, k]
 
-    `measured` is the time measured before any call. `scale` is the factor by which all steps of a bucket have become
-    slower since then, for example by longer contexts or lower clocks. `own` is a further factor for one k. So steps
-    with one k also update the estimates of all other ks.
+    `measured` is the time measured while no request was decoded. `scale` is the factor by which all steps of a bucket
+    have become slower since then. The reason may be longer contexts or lower clocks. `scale` is shared by all k, so
+    that steps with one k also update the estimates for other k. `own` is a further factor for one k.
 
     Attributes:
-        measured: (bucket, k) -> seconds, measured while no request was decoded. May be empty.
+        measured: (bucket, k) -> seconds. May be empty.
         scale: bucket -> factor.
         own: (bucket, k) -> factor.
-        first: (bucket, k) -> first samples of the factor that is being estimated.
-        coming_back: seconds of a pass in which the draft model reads missing tokens, divided by the seconds of a pass
-            that makes a draft token.
+        first: (bucket, k) -> first samples of `scale` or `own`, at most `_SETTLED`. The factor is their median, until
+            later samples adjust it.
+        coming_back: correction factor of `resume`. A pass in which the draft model reads missing tokens takes
+            `draft_pass` seconds times this factor.
     """
 
     measured: dict[tuple[int, int], float] = field(default_factory=dict)

@@ -178,15 +178,17 @@ def _kv_dtypes(
 
 
 def _features(target: ModelSource, draft: ModelSource | None, proposer: object | None, drafts: int) -> tuple[int, int]:
-    """Returns (number of target layers whose hidden states are read, number of elements that are kept per sequence).
-
-    The draft head or the proposer reads the hidden states. The elements are kept from one decode step to the next.
+    """Returns sizes of the data that a draft head or a proposer reads from the target's forward passes.
 
     Args:
         target: source of the target.
-        draft: source of a draft model or head. None: there is neither.
-        proposer: the argument proposer. None: there is none.
+        draft: source of a draft model or of a draft head. None: there is neither.
+        proposer: argument `proposer` of the generator. None: it was not given.
         drafts: largest number of draft tokens per step.
+
+    Returns:
+        (layers, elements): number of target layers whose hidden states are read, and number of elements stored for each
+        sequence between decode steps. Both are 0 if no hidden states are read.
     """
     if isinstance(draft, HeadCheckpoint):
         read, shape = draft.spec.feature_layers, draft.spec.kept

@@ -50,10 +50,13 @@ class Threads:
     def of(cls, limit: int, elements: float, seconds: Callable[[int], float]) -> Threads:
         """Chooses the number of threads by measurement.
 
+        Begins with `limit` threads, and halves the number while this makes a step at most `_GAIN` times as long. If
+        `limit` is 1 or the weight matrices are small, one thread is chosen without a measurement.
+
         Args:
             limit: upper limit of the number of threads.
-            elements: mean number of elements of a weight matrix.
-            seconds: function that measures one pass with a given number of threads. Called only if there is a choice.
+            elements: mean number of elements of a weight matrix. Below `_SMALL` a matrix is small.
+            seconds: function that returns the seconds of a decode step with a given number of threads.
         """
         if limit == 1:
             return cls(limit)

@@ -31,7 +31,11 @@ class Update(Protocol):
 
 
 def by_role(pending: Sequence[Pending]) -> dict[str, ModelWeights]:
-    """Returns {"target" or "draft": weights of that model}. Weights of learned drafters are left out."""
+    """Returns the weights of the target and of the draft model, with the keys "target" and "draft".
+
+    Args:
+        pending: weights of all models of a generator. Those of a draft head are left out.
+    """
     return {each.checkpoint.role: each for each in pending if isinstance(each, PendingWeights | HostedWeights)}
 
 

@@ -83,10 +83,11 @@ class ScoreInputs:
     """Checked arguments of a call of `score`.
 
     Attributes:
-        rows: the rows of the call.
-        raw: rows with the user's padding.
-        options: options of the call. `options.rows` has one entry for each row of `scored`. For a row without an answer
-            the entry changes no logits.
+        rows: the rows of the call, without padding.
+        raw: the same rows as the user passed them, with padding.
+        options: options of the decode steps. `options.rows` has one entry for each row of `scored`, which are the rows
+            of more than one token. An answer is the tokens after the prompt. For a row without an answer, the entry
+            changes no logits.
     """
 
     rows: list[ScoredRow]

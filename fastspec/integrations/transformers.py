@@ -125,7 +125,11 @@ class _WithoutPrompt(BaseStreamer):
         self._streamer, self._begun = streamer, False
 
     def put(self, value: Tensor) -> None:
-        """Passes tokens on. The first call has the prompt, and is ignored."""
+        """Passes new tokens on to the user's streamer. Ignores the first call, which has the prompt.
+
+        Args:
+            value: token ids of the prompt (first call) or of new tokens.
+        """
         if self._begun:
             self._streamer.put(value)
         self._begun = True

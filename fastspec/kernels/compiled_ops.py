@@ -39,12 +39,14 @@ OUTSIDE = (
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Scratch memory for the attention kernels of one model. Without kernels all tensors are empty.
+    """Scratch memory for the attention kernels of one model, see `attend_work`.
+
+    If torch computes attention without these kernels, `split_keys` is 0 and the tensors are empty.
 
     Attributes:
-        split_keys: number of keys that one CTA reads, if the keys of a row are divided between CTAs (split-KV).
-        counters: int32, zero between launches: for each query tile, the number of CTAs that have finished.
-        partials: fp32, partial results of these CTAs.
+        split_keys: number of keys of a split, the range of a row's keys that one CTA reads (split-K decoding).
+        counters: int32 [N], zero between launches: for each query tile, the number of CTAs that have finished.
+        partials: fp32 [M], attention outputs of splits before they are combined, see `WorkArea`.
     """
 
     split_keys: int

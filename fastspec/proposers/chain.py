@@ -25,7 +25,7 @@ class ChainHead(Protocol):
 
     @property
     def head(self) -> HeadSpec:
-        """Sizes and arithmetic of the head."""
+        """Spec of the head: its layers, its tensors, and the target layers that it reads."""
 
     @property
     def vocab_size(self) -> int:

@@ -81,7 +81,10 @@ class TextIndex:
         self.table.owners[start:stop].fill_(owner)
 
     def erase(self, start: int, stop: int) -> None:
-        """Removes the tokens at indices start..stop-1. `sort` must be called afterwards."""
+        """Removes the tokens at indices start..stop-1 of the array of tokens.
+
+        `sort` must be called afterwards, to remove their sequences from the table of hashes.
+        """
         self.table.texts[start:stop].fill_(-1)
         self.table.tokens[start:stop].zero_()
 

@@ -60,7 +60,7 @@ class DraftPlan:
 
     @property
     def default(self) -> int | str:
-        """Value of num_speculative_tokens for calls that do not set it: "auto" or the largest number."""
+        """Value of num_speculative_tokens for calls that do not set it: "auto", or else `max_drafts`."""
         return AUTO if self.auto else self.max_drafts
 
     def check(self, asked: int | None) -> int:

@@ -90,9 +90,10 @@ class StopWatch:
 
 
 class StoppedWriter(StreamWriter):
-    """StreamWriter that writes text up to and with the stop string that ended the row, like `GenerateOutput.texts`.
+    """StreamWriter that writes nothing after the stop string that ends the row. The stop string itself is written.
 
-    It searches for stop strings in the text with special tokens, although special tokens are not written.
+    The text ends where that of `GenerateOutput.texts` ends. Special tokens are not written, but stop strings are
+    searched in the text with special tokens.
 
     Args:
         tokenizer, write: see `StreamWriter`.

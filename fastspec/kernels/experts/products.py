@@ -174,9 +174,12 @@ def expert_kernel(
 ):
     """Computes BLOCK_N columns of the result for up to ROWS pairs of one expert.
 
-    A pair is a row of x and one of its chosen experts. With OF_PAIRS (the second product) the kernel loads the list of
-    pairs, and with AHEAD the weights, before it waits for x. This is safe. The first product writes only x, and lets
-    this kernel start only after the list of pairs is complete.
+    A pair is a row of x and one of its chosen experts. The MLP of an expert has two products, each with a launch of
+    this kernel. OF_PAIRS is True for the second one, whose x is the result of the first.
+
+    With PDL (programmatic dependent launch) the second product may start before the first one has ended. It loads its
+    pairs, and with AHEAD its weights, before it waits for x. This is safe, because the first product writes only x. The
+    list of pairs is complete before the first product lets the second one start.
     """
     if PDL:
         if not OF_PAIRS:

@@ -1,11 +1,15 @@
 """`prefill_linear` on sm_90: TMA loads tiles, wgmma multiplies, one CTA per SM.
 
-Meaning, shapes and dtypes are those of `prefill_linear`, which calls this. The norm is already applied to the rows.
+For meaning, shapes and dtypes of the arguments see `prefill_linear` of prefill.py. It calls `run` with rows of x to
+which the norm is already applied.
 
-Weights are loaded as rows of 64 values, which are two packed rows of 32: 128 bytes per request. Rows of 64 bytes would
-need twice as many requests to the L2 cache. TMA swizzles 16-byte pieces by rows of 128 bytes, and wgmma reads them by
-rows of 64. Both permutations are equal, except for bit 0 of the row in every second 8 rows. So in columns 8..15 of
-every 16 of the result, neighbours are exchanged. Exchanging them back is free, because one thread has both.
+A packed row has 32 values of one weight row, 64 bytes. TMA loads two packed rows as one row of 128 bytes. Rows of 64
+bytes would need twice as many requests to the L2 cache. TMA writes shared memory with the swizzle of 128-byte rows, but
+wgmma reads it with the swizzle of 64-byte rows. The two swizzles differ only in weight rows 8..15 of every 16.
+There wgmma reads row r ^ 1 instead of row r.
+
+Weight rows are columns of the result. So columns 8..15 of every 16 are exchanged in pairs (2 i, 2 i + 1). The epilogue
+exchanges them back. This moves no data between threads, because one thread has both columns of a pair.
 """
 
 from __future__ import annotations

@@ -78,10 +78,11 @@ def block_of(FORM, BM):
 
 @gluon.jit
 def words_at(at, of, k, ragged: gl.constexpr, policy: gl.constexpr):
-    """Loads 32-bit words at offsets `of` from the address `at`.
+    """Loads 32-bit words at offsets `of`, in words, from the address `at`.
 
-    k: mask of words, used only if `ragged`, for a last K tile that is not full. Masked words are zero. policy: eviction
-    policy of the L2 cache.
+    k: mask that is broadcast to the shape of `of`, True for words to load. The other words are 0. ragged: True if the K
+    tile may be the last one and not full. If False, `k` is not used and all words are loaded. policy: eviction policy
+    of the L2 cache.
     """
     if ragged:
         return gl.load(at + of, mask=k, other=0, eviction_policy=policy)
@@ -249,7 +250,12 @@ def operands_of(k_tile, left: gl.constexpr, FORM: gl.constexpr, GROUP: gl.conste
 
 @gluon.jit
 def scales_of(k_tile, like: gl.constexpr, FORM: gl.constexpr, GROUP: gl.constexpr, KT: gl.constexpr):
-    """Returns, for each group of a K tile, the scales [S, R, 1] of its sums, in layout `like`. Empty without groups."""
+    """Returns the scales of a K tile: for each group (`groups_of`) a tensor fp32 [S, R, 1], one scale per weight row.
+
+    The sums of a group are multiplied by them. The result is empty if `groups_of` is 0.
+
+    k_tile: result of `k_tile_of`. like: layout of the sums [S, R, n].
+    """
     scales = ()
     for g in gl.static_range(groups_of(KT, FORM, GROUP)):
         scales = scales + (rows_of(k_tile[pieces_of(KT, FORM) + g], gl.float16, like),)

@@ -134,9 +134,18 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
-    """Returns the k tokens [B, k] of each row from position `start` [B] on.
+    """Returns the k tokens of each row from position `start` on.
 
-    If fewer than k tokens follow, these tokens are repeated.
+    A row with fewer than k tokens there repeats them: start .. length - 1, then again from `start` on.
+
+    Args:
+        tokens: int64 [B, T], tokens of the rows.
+        lengths: int64 [B], number of tokens of each row.
+        start: int64 [B], position of the first token that is returned.
+        k: number of tokens to return.
+
+    Returns:
+        int64 [B, k].
     """
     period = (lengths - start).clamp_min(1)
     offsets = torch.arange(k, device=tokens.device) % period[:, None]

@@ -341,7 +341,11 @@ def sizes_of(rows: CommitRows, publish_to: tuple[Tensor, Tensor] | None) -> tupl
 
 
 def blocks_of(rows: CommitRows) -> dict[str, int]:
-    """Returns the constexpr sizes PLACES, STOPS and NUM_STOPS of `commit_row`, by name."""
+    """Returns the constexpr arguments PLACES, STOPS and NUM_STOPS of `commit_row`, by name.
+
+    PLACES is the number of columns of `rows.block`, rounded up to a power of two that is at least `_MIN_PLACES`.
+    NUM_STOPS is the number of columns of `rows.stop_ids`. STOPS is NUM_STOPS, rounded up to a power of two.
+    """
     stops = rows.stop_ids.shape[1]
     places = max(_MIN_PLACES, triton.next_power_of_2(rows.block.shape[1]))
     return {"PLACES": places, "STOPS": triton.next_power_of_2(stops), "NUM_STOPS": stops}

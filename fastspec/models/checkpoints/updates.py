@@ -40,15 +40,16 @@ _REBUILT = (reductions.rebuild_tensor, reductions.rebuild_cuda_tensor)
 
 
 class GivenTensors(TensorSource):
-    """Tensors that a caller gives, by name.
+    """New weights that the caller of an update passes, by name.
 
     Args:
-        tensors: pairs of a name and a tensor. A tensor of another process is given as a handle, made by
-            `torch.multiprocessing.reductions.reduce_tensor`. Names may have the prefixes of wrappers (`_WRAPPERS`).
+        tensors: pairs of a name and a tensor. The parts that FSDP, DDP, torch.compile or PEFT add to names are removed.
+            A tensor of another process is passed as the result of
+            `torch.multiprocessing.reductions.reduce_tensor`.
 
     Raises:
-        CheckpointError: there is no pair, a name comes twice, a value is not a plain tensor with values, or a tensor
-            belongs to an adapter.
+        CheckpointError: there is no pair, two pairs have one name, or a tensor belongs to an adapter. Also for a value
+            that is a tensor subclass, is sparse, is on the meta device, or is no tensor.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:

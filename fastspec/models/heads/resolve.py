@@ -189,7 +189,10 @@ def _assistant(
 
 
 def _architectures(target: Checkpoint) -> tuple[str, ...]:
-    """Returns the class names of a target: the model's, and the larger model's if it is the text part of one."""
+    """Returns the names of a target's classes in transformers: first the class of the model itself.
+
+    If the target is hosted as the text part of a larger model, the class of the larger model follows.
+    """
     spec = target.spec
     if isinstance(spec, HostedInfo):
         return tuple(filter(None, (spec.kind.__name__, spec.whole)))

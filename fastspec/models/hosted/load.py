@@ -100,16 +100,19 @@ def _bars(shown: bool) -> Iterator[None]:
 def stored_values(
     directory: Path, info: HostedInfo, dtype: torch.dtype, codes: ProductCodes | None
 ) -> dict[str, Tensor] | None:
-    """Reads the tensors of a checkpoint that transformers cannot read itself, by the names of its module.
+    """Reads the tensors of a checkpoint, if transformers cannot load its directory.
+
+    This is the case for quantised weights, and for a larger model of which only the text part is hosted.
 
     Args:
         directory: local directory of the checkpoint.
         info: the model.
         dtype: dtype to which quantised weights are dequantised.
-        codes: quantised weights of the checkpoint. None: the checkpoint is not quantised.
+        codes: reader of the quantised weights. None: the checkpoint is not quantised.
 
     Returns:
-        Name -> tensor. None: transformers can read the directory itself.
+        Name -> tensor, from which `read_module` makes a module. With `codes` the names are those in the checkpoint,
+        else those in the text model. None: transformers can load the directory.
     """
     if codes is not None:
         return codes.values(dtype)

@@ -205,10 +205,11 @@ class _Prober:
         return query.new_zeros(_BATCH, _QUERIES, query.shape[1], value.shape[3])
 
     def ruled(self) -> tuple[ProbedOp, ...]:
-        """Returns the recorded calls, each with the attention window that was found from its mask.
+        """Returns the recorded attention calls, with the window of each call's mask in `rule.window`.
 
         Raises:
-            UnsupportedModel: a call has no mask, or its mask is neither causal nor a causal window.
+            UnsupportedModel: a call has no mask, or its mask is neither causal nor a causal window. Also if its
+                argument sliding_window differs from the window of its mask.
         """
         windows: dict[Any, int | None] = {}
         calls = []

@@ -73,14 +73,14 @@ class HostedWeights:
 
 @dataclass(frozen=True, slots=True)
 class HostedUpdate:
-    """Checked new values for some or all parameters of a hosted model. Implements the parts of `WeightUpdate`.
+    """Checked new values for some or all parameters of a hosted model. Implements `engine.weight_updates.Update`.
 
     Attributes:
         weights: the weights in use.
-        source: transformers' module with the new values.
+        source: transformers' module with the new values. Parameters without new values are on the meta device.
         names: names of the parameters with new values.
         whole: True if every parameter has a new value.
-        codes: new weights that are stored quantised. None: the new values are not quantised.
+        codes: reader of new weights that are stored quantised. None: the new values are not quantised.
     """
 
     weights: HostedWeights

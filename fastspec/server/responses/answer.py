@@ -56,7 +56,10 @@ class OutputItem:
         return part | ({"annotations": [], "logprobs": list(logprobs)} if self.kind == "message" else {})
 
     def begin(self) -> list[Sent]:
-        """Returns the events that announce the item."""
+        """Returns the events that announce the item to the client, before its text.
+
+        They are "response.output_item.added" and "response.content_part.added". A function call has only the first.
+        """
         events: list[Sent] = [{"type": "response.output_item.added", "output_index": self.index}]
         events[0]["item"] = self.item("in_progress")
         if self.kind in _PARTS:

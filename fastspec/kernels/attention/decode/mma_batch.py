@@ -1,15 +1,19 @@
-"""Decode attention for positions below plan.LATE_FROM, if there are many splits: mma.py with several splits per CTA.
+"""Decode attention for positions below plan.LATE_FROM: the computation of mma.py, with several splits per CTA.
 
-If there are more splits than CTAs run at a time, one CTA per split would spend most instructions on queries, positions
-and addresses. So a CTA takes a range of neighbouring splits of its tile:
+A split is a range of S * KEYS keys. `plan.early_plan` chooses this kernel for passes with many splits. It also chooses
+it for every cache with 8 bits, which mma.py cannot read.
 
-    splits of a tile   | block 0: AT_ONCE splits | block 1 | block 2 | block 3 | ...      S warps read each split
-    CTAs               | CTA 0                             | CTA 1             | ...      about as many blocks each
+With many splits, one CTA per split would spend most instructions on queries, positions and addresses. So a CTA takes a
+range of consecutive splits of one tile of query rows. It reads one block of AT_ONCE splits at a time, and S warps read
+each split:
 
-The kernel computes the number of blocks from the positions, because a captured CUDA graph knows only the largest number
-of splits. Loads of the next block begin as soon as a product has consumed this block's keys or values from registers. A
-CTA that has all splits of a tile combines them in shared memory and stores no partial results. The output has the same
-bits as the output of mma.py.
+    splits of a tile   | block 0 | block 1 | block 2 | block 3 | ...
+    CTAs               | CTA 0             | CTA 1             | ...      about as many blocks each
+
+A captured CUDA graph knows only the largest number of splits. So the kernel computes the number of blocks from the
+positions. Keys and values are held in registers. The next block's keys are loaded as soon as this block's scores are
+computed. Its values are loaded as soon as the last product has read this block's values. A CTA that has all splits of a
+tile combines them in shared memory, and stores no partial results. The output has the same bits as that of mma.py.
 """
 
 # mypy: disable-error-code="assignment, misc"

@@ -146,9 +146,12 @@ def power(x):
 
 @gluon.jit
 def masked(scores, here, position, WINDOW: gl.constexpr):
-    """Sets the scores [ROWS, KEYS] of keys that a query row does not see to -inf, and returns all scores.
+    """Applies the causal mask: returns the scores [ROWS, KEYS], with -inf for keys that a query row does not see.
 
-    `here` is the position of the first key. `position` [ROWS, 1] is the position of each query row, -1 for padding.
+    A row sees the key at its own position and earlier keys. If WINDOW is not 0, it sees only the newest WINDOW of them.
+
+    here: position of the first key. position: [ROWS, 1], the position of each query row. It is -1 for padding rows,
+    which see no key.
     """
     number = gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, scores.type.layout))
     number = here + gl.expand_dims(number, 0)

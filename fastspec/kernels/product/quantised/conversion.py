@@ -112,7 +112,10 @@ def code_halves(words, FORM: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def joined_halves(first, second):
-    """Joins the pairs of two consecutive blocks of 32 values, each [S, R, 16], to [S, R, 32] in the order of K."""
+    """Joins two consecutive blocks of 32 values of K to one block of 64 values, in the order of K.
+
+    first, second: bf16 pairs [S, R, 16], such as the results of `code_halves`. The result has pairs [S, R, 32].
+    """
     S: gl.constexpr = first.shape[0]
     R: gl.constexpr = first.shape[1]
     return gl.reshape(gl.permute(gl.join(first, second), (0, 1, 3, 2)), [S, R, 32])
