@@ -44,7 +44,7 @@ class Work:
     If torch computes attention without these kernels, `split_keys` is 0 and the tensors are empty.
 
     Attributes:
-        split_keys: number of keys of a split, the range of a row's keys that one CTA reads (split-K decoding).
+        split_keys: number of keys of a split, the range of a row's keys that one CTA reads (split-KV).
         counters: int32 [N], zero between launches: for each query tile, the number of CTAs that have finished.
         partials: fp32 [M], attention outputs of splits before they are combined, see `WorkArea`.
     """

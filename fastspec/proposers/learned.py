@@ -23,7 +23,7 @@ class HeadModel(Protocol):
 
     @property
     def head(self) -> HeadSpec:
-        """Sizes and arithmetic of the head."""
+        """Spec of the head: its layers, its tensors, and the target layers that it reads."""
 
     @property
     def vocab_size(self) -> int:
