@@ -152,7 +152,7 @@ FIELDS: Final[tuple[RequestField, ...]] = (
         {
             "prompt_logprobs": "0 to 20: log-probabilities of the prompt's tokens by id, and of so many most probable "
             "ones; in the choices of completions, beside the choices of chats. Not with `stream`.",
-            "top_k": "0 and more; 0 and -1 are all tokens.",
+            "top_k": "0 and more; 0 and -1 are all tokens. Default: the checkpoint's, else all tokens.",
             "min_p": "0 to 1.",
             "repetition_penalty": "Above 0 to 10, over prompt and new tokens.",
             "min_tokens": "No stop id comes before so many new tokens.",
