@@ -353,8 +353,10 @@ TABLE: dict[str, list[tuple[str, str, Check]]] = {
         ("known:] = 0.0", "known:] = 1.0", decodes_lookup_beyond),
     ],
     "kernels.reference.lookup": [
-        ("run * width + place", "place * width + run", lookup),
-        ("run >= min_n", "run > min_n", lookup),
+        ("run * (room + 1) + room - distance", "room - distance", lookup),
+        ("(run >= min_n) | close", "(run > min_n) | close", lookup),
+        ("max(ANCHOR, min_n)", "1", lookup),
+        ("(GAP + 1) + GAP - back)", "(GAP + 1) + back)", lookup),
         ("% period[:, None]", "% 1000", lookup),
     ],
     "proposers.choose": [("drafts < self._vocab_size", "drafts <= self._vocab_size", unknown_ids)],
