@@ -80,8 +80,8 @@ class FastSpecGenerator(OfOneProcess):
 
     Args:
         target: a local directory, a Hugging Face Hub id, or a loaded transformers model.
-        draft: a smaller model, a learned drafter, or "mtp" (the target's own MTP layer). With another tokenizer than the
-            target's, a model drafts only the tokens that both have. None: no draft model.
+        draft: a smaller model, a learned drafter, or "mtp" (the target's own MTP layer). With another tokenizer than
+            the target's, a model drafts only the tokens that both have. None: no draft model.
         proposer: `NGram()` (lookup in the request's own tokens, before the draft model is asked), `Suffix()` (lookup in
             predictions, corpora and earlier answers as well, docs/guides/repeats.md), or your own `Proposer`.
         verification: rule that accepts sampled draft tokens: "block" (accepts the most), "rejection", or "coupled" (the
