@@ -218,6 +218,7 @@ class FastSpecGenerator(OfOneProcess):
             self._head = next((each for each in weights if isinstance(each, PendingHead)), None)
             self._asleep: Asleep | None = None
             self._updates = 0
+            self._layouts = dict[str, dict[int, tuple[object, ...]]]()  # of quantised weights, as steps were captured
             self._half = set[str]()  # models whose weights are part old, part new, because an update has failed
             self._numbers = RequestNumbers()
             make_ready = partial(warm_up_for, progress=config.progress, loaded=ranks.world.wait_for_all)
@@ -644,15 +645,15 @@ class FastSpecGenerator(OfOneProcess):
             engine = scheduler.engine
             engine.runner.wait_for_caller()
             self._half.add(model)
-            layouts = code_layouts([engine.modules])
+            captured = self._layouts.setdefault(model, code_layouts([weights.weights]))
             with self._ranks.guarded("updating weights"), engine.runner.on_stream():
                 update.copy()
                 engine.finish()
-            _, moved = self._ranks.agreed(
-                lambda: code_layouts([engine.modules]) != layouts, lambda made: {}, lambda made: made
-            )
+            layouts = code_layouts([weights.weights])
+            _, moved = self._ranks.agreed(lambda: layouts != captured, lambda made: {}, lambda made: made)
             if any(moved):  # ranks capture together
                 engine.capture_again(engine.runner.release())
+            self._layouts[model] = layouts
             scheduler.forget_prompts()
             self._half.discard(model)
             if model == "target":
@@ -767,6 +768,7 @@ class FastSpecGenerator(OfOneProcess):
                 made = self._updates if weights is not None else 0
                 scheduler.weight_version = made if version is None else version
             asleep.recapture(engine)
+            self._layouts.clear()
 
     def _reloading(self, model: str, pending: ModelWeights, values: NewWeights | None) -> Update:
         """Returns an update of all weights of a model, whose tensors have been checked.

@@ -163,6 +163,21 @@ def test_steps_are_captured_again_only_if_codes_have_another_layout(
     assert again == ([[]] if moves else [])
 
 
+def test_steps_are_captured_again_after_an_update_that_died_behind_a_new_layout(
+    gen: FastSpecGenerator, two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second update finds the layout that the first one has left, and no step was captured for it."""
+    layouts, again, refill = iter([{1: ("int8",)}, *[{1: ("off8",)}] * 2]), list[Any](), Loader.refill
+    monkeypatch.setattr(generator, "code_layouts", lambda roots: next(layouts))
+    monkeypatch.setattr(Engine, "capture_again", lambda self, keys: again.append(keys))
+    monkeypatch.setattr(Loader, "refill", lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gen.update_weights(two[1])
+    monkeypatch.setattr(Loader, "refill", refill)
+    gen.update_weights(two[1])
+    assert again == [[]]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("symmetric", [False, True], ids=["same form", "other form"])
 def test_codes_that_captured_steps_read(symmetric: bool, tmp_path: Path) -> None:
