@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastspec.errors import (
@@ -69,10 +72,7 @@ _RENAMED = {"CertainProposer": "DeterministicProposer"}  # deprecated names, kep
 
 
 def __getattr__(name: str) -> Any:
-    """Imports an exported name when it is first used, so that `import fastspec` does not import torch.
-
-    Python's cycle collection is off meanwhile: these imports create many objects, and none of them is garbage.
-    """
+    """Imports an exported name when it is first used, so that `import fastspec` does not import torch."""
     if name in _RENAMED:
         import warnings
 
@@ -80,13 +80,19 @@ def __getattr__(name: str) -> Any:
         name = _RENAMED[name]
     if name not in _LAZY:
         raise AttributeError(f"module 'fastspec' has no attribute {name!r}")
-    import gc
     from importlib import import_module
 
+    with collection_off():
+        return getattr(import_module(_LAZY[name]), name)
+
+
+@contextmanager
+def collection_off() -> Iterator[None]:
+    """Context in which Python's cycle collection is off. Imports create many objects, and none of them is garbage."""
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return getattr(import_module(_LAZY[name]), name)
+        yield
     finally:
         if collecting:
             gc.enable()

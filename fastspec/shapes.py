@@ -13,10 +13,8 @@ from fastspec.sampling.distribution import DRAFT, TARGET
 from fastspec.sampling.rules import COUPLED, REJECTION, SyntheticAcceptance, Verification, needs_draft_probs
 
 KEY_BLOCK = 256  # positions per block in which attention processes keys
-MAX_DRAFTS = 16  # of a step, for every proposer and device
-MAX_LOOKED_UP = (
-    32  # drafts of a step by lookup alone, on a CPU; kernels of a GPU's step take MAX_DRAFTS + 1 tokens of a row
-)
+MAX_DRAFTS = 16  # of a step, for every proposer and device: kernels of a GPU's step take one more token of a row
+MAX_LOOKED_UP = 32  # drafts of a step by lookup alone, on a CPU
 # one attention kernel serves queries in these first blocks of positions, another one those in later blocks; see
 # `StepShape.first_block`
 EARLY_BLOCKS = 17

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 
+from fastspec import collection_off
+
 
 def import_all() -> None:
     """Imports the generator, then excludes all objects from Python's cycle collection.
@@ -13,15 +15,11 @@ def import_all() -> None:
     """
     if "fastspec.generator" in sys.modules:
         return
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collection_off():
         import fastspec.generator
         import fastspec.text.stop_strings  # noqa: F401
-    finally:
+
         gc.freeze()
-        if collecting:
-            gc.enable()
 
 
 def leave_out_of_collection() -> None:

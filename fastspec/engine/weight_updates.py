@@ -52,5 +52,15 @@ def checked(values: NewWeights, weights: ModelWeights | PendingHead) -> Update:
 
 
 def restored(weights: ModelWeights) -> Update:
-    """Returns an update that restores the values of the model's own checkpoint. For errors see `own_update`."""
+    """Returns an update that restores the values of the model's own checkpoint.
+
+    Raises:
+        ValueError: the weights came from a loaded model, which has no files.
+    """
+    checkpoint = weights.checkpoint
+    if checkpoint.module is not None:
+        raise ValueError(
+            f"the {checkpoint.role} {checkpoint.name} was a loaded model, and has no file to read again; give its "
+            "weights to wake(weights)"
+        )
     return own_hosted_update(weights) if isinstance(weights, HostedWeights) else own_update(weights)

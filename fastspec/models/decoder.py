@@ -97,6 +97,7 @@ class Decoder:
         self._work = self._works[usual]
         # layers whose keys and values later layers read
         self._lenders = {plan.shares for plan in spec.plans if plan.shares is not None}
+        self._has_blocks = any(plan.block is not None for plan in spec.plans)
         # weights that are all 1, for norms of values, by head_dim
         plain = {spec.heads_of(plan)[2] for plan in spec.plans if plan.value_norm}
         self._ones = {dim: torch.ones(dim, dtype=torch.float32, device=device) for dim in plain}
@@ -131,13 +132,13 @@ class Decoder:
             x = x * self._embed_scale
         if -1 in features:
             features[-1] = x
-        embedded = x
+        embedded = x if self._has_blocks else None  # else its memory is free after the first layer
         inputs = None if self.weights.inputs is None else self._inputs(self.weights.inputs, x, rows)
         lent: dict[int, Tensor] = {}
         qkv: Tensor | None = self._qkv(0, x, rows.tiling)
         few = self.ops.is_brief() and not features  # skipped layers launch the same kernels
         for index in one_of_each(self.spec.plans, layers) if few else range(len(layers)):
-            if self.spec.plans[index].block is None:
+            if embedded is None or self.spec.plans[index].block is None:
                 x, qkv = self._layer(index, x, qkv, rows, None if inputs is None else inputs[index], lent)
             else:
                 x, qkv = self._layer_with_block(index, x, embedded, rows)

@@ -234,7 +234,7 @@ def _assemble(loader: Loader, spec: ModelSpec) -> DecoderWeights:
     layers: list[LayerWeights] = []
     for index, plan in enumerate(spec.plans):
         lender = None if plan.block is None or plan.block.lender is None else layers[plan.block.lender]
-        layers.append(_Layer(loader, spec, plan, f"model.layers.{index}.", lender).weights())
+        layers.append(layer_weights(loader, spec, index, lender=lender))
     norm = norm_weight(loader, spec, NORM)
     bias = norm_weight(loader, spec, NORM_BIAS) if spec.plans[-1].norm_bias else None
     inputs = _inputs(loader, spec) if spec.plans[0].inputs else None
@@ -261,7 +261,9 @@ def norm_weight(loader: Loader, spec: ModelSpec, name: str, order: list[int] | N
     return loader.tensor(name, order=order, dtype=spec.norm_dtype(loader.dtype), plus=1.0 if plus_one else 0.0)
 
 
-def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None) -> LayerWeights:
+def layer_weights(
+    loader: Loader, spec: ModelSpec, index: int, prefix: str | None = None, lender: LayerWeights | None = None
+) -> LayerWeights:
     """Makes the weights of decoder layer `index`.
 
     Args:
@@ -269,8 +271,10 @@ def layer_weights(loader: Loader, spec: ModelSpec, index: int, prefix: str | Non
         spec: spec of the model.
         index: index of the layer, from 0.
         prefix: prefix of the layer's stored names. None: "model.layers.{index}.".
+        lender: weights of the layer `BlockPlan.lender`. None: the layer has all weights itself.
     """
-    return _Layer(loader, spec, spec.plans[index], f"model.layers.{index}." if prefix is None else prefix).weights()
+    prefix = f"model.layers.{index}." if prefix is None else prefix
+    return _Layer(loader, spec, spec.plans[index], prefix, lender).weights()
 
 
 class _Layer:

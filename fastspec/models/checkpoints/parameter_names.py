@@ -59,6 +59,8 @@ class RenamedTensors(WrappedSource):
         Raises:
             CheckpointError: names both tensors.
         """
+        if not self._copies:
+            return  # opens no file
         with self._source.open():
             for kept, copies in self._copies.items():
                 for copy in copies:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NewWeights: TypeAlias = "str | os.PathLike[str] | PreTrainedModel | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
-_WHERE = "the update"
+WHERE = "the update"
 _WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")  # prefixes that DDP, torch.compile and PEFT add to names
 _INSIDE = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", ".base_layer")
 _ADAPTER = ("lora_", "modules_to_save", "original_module")
@@ -57,15 +57,15 @@ class GivenTensors(TensorSource):
         for given, tensor in tensors:
             name = _unwrapped(given)
             if name in self._tensors:
-                raise CheckpointError(f"{_WHERE}: {given!r} comes twice; give each tensor once")
+                raise CheckpointError(f"{WHERE}: {given!r} comes twice; give each tensor once")
             self._tensors[name] = _plain(name, tensor)
         if not self._tensors:
-            raise CheckpointError(f"{_WHERE} holds no tensor; give (name, tensor) pairs, a state_dict or a path")
+            raise CheckpointError(f"{WHERE} holds no tensor; give (name, tensor) pairs, a state_dict or a path")
 
     @override
     def infos(self) -> Mapping[str, TensorInfo]:
         return {
-            name: TensorInfo(tuple(each.shape), each.dtype if each.dtype in DTYPES else str(each.dtype), _WHERE)
+            name: TensorInfo(tuple(each.shape), each.dtype if each.dtype in DTYPES else str(each.dtype), WHERE)
             for name, each in self._tensors.items()
         }
 
@@ -82,7 +82,7 @@ def _unwrapped(name: str) -> str:
     """
     if any(part.startswith(_ADAPTER) for part in name.split(".")):
         raise CheckpointError(
-            f"{_WHERE}: {name!r} is an adapter's; call merge_adapter() and leave these tensors out, or "
+            f"{WHERE}: {name!r} is an adapter's; call merge_adapter() and leave these tensors out, or "
             "merge_and_unload()"
         )
     for part in _WRAPPERS:
@@ -105,9 +105,9 @@ def _plain(name: str, tensor: object) -> Tensor:
     tensor = _opened(tensor)
     if type(tensor) not in (Tensor, nn.Parameter) or not isinstance(tensor, Tensor):
         advice = "; gather it with full_tensor()" if hasattr(tensor, "full_tensor") else ""
-        raise CheckpointError(f"{_WHERE}: {name!r} is a {type(tensor).__name__}, wanted a plain tensor{advice}")
+        raise CheckpointError(f"{WHERE}: {name!r} is a {type(tensor).__name__}, wanted a plain tensor{advice}")
     if tensor.is_meta or tensor.layout is not torch.strided:
-        raise CheckpointError(f"{_WHERE}: {name!r} has no values here ({tensor.device}, {tensor.layout})")
+        raise CheckpointError(f"{WHERE}: {name!r} has no values here ({tensor.device}, {tensor.layout})")
     return tensor.detach()
 
 
@@ -178,12 +178,12 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
         source = _of_checkpoint(values, checkpoint)
     else:
         pairs = values.items() if isinstance(values, Mapping) else values
-        given = by_expert(GivenTensors(pairs), spec, _WHERE)
-        check_copies(given, spec, _WHERE)
+        given = by_expert(GivenTensors(pairs), spec, WHERE)
+        check_copies(given, spec, WHERE)
         source = named(given, spec)
         if others := source.others():
             raise CheckpointError(
-                f"{_WHERE}: {listing(others)} unexpected; the {checkpoint.role} {checkpoint.name} has no such tensors. "
+                f"{WHERE}: {listing(others)} unexpected; the {checkpoint.role} {checkpoint.name} has no such tensors. "
                 "Names are those of its checkpoint; merge adapters before (merge_and_unload())"
             )
     names = _checked_names(source, spec)
@@ -195,17 +195,8 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
 
 
 def own_update(weights: PendingWeights) -> WeightUpdate:
-    """Returns an update that restores the values of the model's own checkpoint.
-
-    Raises:
-        ValueError: the weights came from a loaded model, which has no files.
-    """
+    """Returns an update that restores the values of the model's own checkpoint, which has files."""
     checkpoint, loader = weights.checkpoint, weights.loader
-    if checkpoint.module is not None:
-        raise ValueError(
-            f"the {checkpoint.role} {checkpoint.name} was a loaded model, and has no file to read again; give its "
-            "weights to wake(weights)"
-        )
     source = own_part(source_of(checkpoint), checkpoint)
     return WeightUpdate(source, frozenset(tensor_shapes(checkpoint.native)), True, loader)
 
@@ -240,18 +231,33 @@ def _checked_names(source: TensorSource, spec: ModelSpec) -> frozenset[str]:
     wanted, infos = tensor_shapes(spec), source.infos()
     if spec.tied and {EMBED, HEAD} <= infos.keys() and has_own_head(source):
         raise CheckpointError(
-            f"{_WHERE}: {HEAD} is not {EMBED}, and this model ties them; leave {HEAD} out, or make a new generator"
+            f"{WHERE}: {HEAD} is not {EMBED}, and this model ties them; leave {HEAD} out, or make a new generator"
         )
     names = frozenset(name for name in infos if name in wanted)
     for name in sorted(names):
-        info = infos[name]
-        if info.shape != wanted[name]:
-            raise CheckpointError(f"{_WHERE}: {name} has shape {list(info.shape)}, wanted {list(wanted[name])}")
-        if isinstance(info.dtype, str):
-            raise UnsupportedModel(f"{_WHERE}: {name} is of {info.dtype}, wanted bfloat16, float16 or float32")
+        check_shape(name, infos[name], wanted[name])
+        check_dtype(name, infos[name])
     if not names:
-        raise CheckpointError(f"{_WHERE} holds no tensor of the model")
+        raise CheckpointError(f"{WHERE} holds no tensor of the model")
     return names
+
+
+def check_shape(name: str, info: TensorInfo, wanted: tuple[int, ...]) -> None:
+    """Refuses a new tensor of another shape than that of the parameter."""
+    if info.shape != wanted:
+        raise CheckpointError(f"{WHERE}: {name} has shape {list(info.shape)}, wanted {list(wanted)}")
+
+
+def check_dtype(name: str, info: TensorInfo) -> None:
+    """Refuses a new tensor of a dtype that weights cannot be converted from."""
+    if isinstance(info.dtype, str):
+        raise UnsupportedModel(f"{WHERE}: {name} is of {info.dtype}, wanted bfloat16, float16 or float32")
+
+
+def check_range(name: str, tensor: Tensor) -> None:
+    """Refuses a new tensor with values that are not finite in float16."""
+    if not bool(tensor.to(torch.float16).isfinite().all()):
+        raise CheckpointError(f"{WHERE}: {name} has values beyond float16 (65504)")
 
 
 def _check_parts(source: TensorSource, names: frozenset[str], loader: Loader) -> None:
@@ -269,7 +275,7 @@ def _check_parts(source: TensorSource, names: frozenset[str], loader: Loader) ->
         new, old = [name for name in part.names if name in names], [name for name in part.names if name not in names]
         if new and old and part.place is None:
             raise CheckpointError(
-                f"{_WHERE}: {', '.join(new)} without {', '.join(old)}: they are one matrix of fewer bits here; give "
+                f"{WHERE}: {', '.join(new)} without {', '.join(old)}: they are one matrix of fewer bits here; give "
                 "all of them"
             )
         for name in new:
@@ -281,7 +287,7 @@ def check_format(name: str, source: TensorSource, loader: Loader) -> None:
     given, wanted = (each.kind(name) or "unquantised values" for each in (source, loader))
     if given != wanted:
         raise CheckpointError(
-            f"{_WHERE}: {name} is stored as {given}, but the generator was made from {wanted}; give {name} as "
+            f"{WHERE}: {name} is stored as {given}, but the generator was made from {wanted}; give {name} as "
             f"{wanted}, or make a new generator"
         )
 
@@ -290,5 +296,5 @@ def _check_range(source: TensorSource, names: frozenset[str]) -> None:
     """Refuses new tensors with values beyond float16, before anything is copied."""
     with source.open(), torch.no_grad():
         for name in sorted(names):
-            if source.kind(name) is None and not bool(source.read(name).to(torch.float16).isfinite().all()):
-                raise CheckpointError(f"{_WHERE}: {name} has values beyond float16 (65504)")
+            if source.kind(name) is None:
+                check_range(name, source.read(name))

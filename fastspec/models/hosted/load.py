@@ -150,7 +150,10 @@ def read_module(
             )
     except (OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         raise CheckpointError(f"{name}: transformers cannot load it: {error}; download it again") from error
-    for kind in ("missing_keys", "mismatched_keys", "error_msgs", *("unexpected_keys",) * exact):
+    refused = ["missing_keys", "mismatched_keys", "error_msgs"]
+    if exact:
+        refused.append("unexpected_keys")
+    for kind in refused:
         if found := sorted(map(str, told.get(kind) or ())):
             raise CheckpointError(f"{name}: {kind}: {', '.join(found[:3])}; is it the config of these weights?")
     if others := sorted(told.get("unexpected_keys") or ()):

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from transformers.utils import logging
 from typing_extensions import override
 
-from fastspec.errors import CheckpointError, UnsupportedModel, UnsupportedOption
+from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.checkpoints.tensor_checks import listing
-from fastspec.models.checkpoints.updates import GivenTensors, NewWeights
-from fastspec.models.config import DTYPES
+from fastspec.models.checkpoints.tensor_source import TensorInfo
+from fastspec.models.checkpoints.updates import WHERE, GivenTensors, NewWeights, check_dtype, check_range, check_shape
 from fastspec.models.hosted.codes import ProductCodes, rounding_of
 from fastspec.models.hosted.cuts import part_shell
 from fastspec.models.hosted.info import HostedInfo, shell_of
@@ -33,7 +33,6 @@ from fastspec.models.hosted.probe import base_name
 from fastspec.models.hosted.swaps import NormSwap
 from fastspec.models.text_parts import text_name
 
-_WHERE = "the update"
 _PRIVATE = ("dtype", "torch_dtype", "transformers_version", "architectures")  # fields that say nothing of the model
 
 
@@ -136,8 +135,10 @@ def checked_hosted_update(values: NewWeights, weights: HostedWeights) -> HostedU
     if isinstance(values, str | os.PathLike | nn.Module):
         found = resolve(values, role=weights.checkpoint.role)
         _check_same_model(found, weights)
+        codes = _codes_of(found, weights)
+        _check_same_format(found, codes, weights)
         if found.module is None:
-            return _of_directory(found, weights)
+            return _of_directory(found, codes, weights)
         values = found.module.state_dict()
     if weights.checkpoint.quantisation is not None:
         raise UnsupportedOption(
@@ -145,27 +146,17 @@ def checked_hosted_update(values: NewWeights, weights: HostedWeights) -> HostedU
             "from a directory alone; save the new weights in that format and give the directory"
         )
     given = GivenTensors(values.items() if isinstance(values, Mapping) else values)
-    tensors = {name: given.read(name) for name in given.infos()}
-    return _of_tensors(tensors, weights)
+    return _of_tensors(given, weights)
 
 
 def own_hosted_update(weights: HostedWeights) -> HostedUpdate:
-    """Returns an update that restores the values of the model's own checkpoint.
-
-    Raises:
-        ValueError: the weights came from a loaded model, which has no files.
-    """
+    """Returns an update that restores the values of the model's own checkpoint, which is a directory."""
     checkpoint = weights.checkpoint
-    if checkpoint.directory is None:
-        raise ValueError(
-            f"the {checkpoint.role} {checkpoint.name} was a loaded model, and has no file to read again; give its "
-            "weights to wake(weights)"
-        )
-    return _of_directory(checkpoint, weights)
+    return _of_directory(checkpoint, _codes_of(checkpoint, weights), weights)
 
 
 def _check_same_model(found: Checkpoint, weights: HostedWeights) -> None:
-    """Refuses a checkpoint of another model, or one that is quantised in another way."""
+    """Refuses a checkpoint with another config."""
     own, checkpoint = weights.info, weights.checkpoint
     other = found.spec
     differs = "model_type"
@@ -177,57 +168,68 @@ def _check_same_model(found: Checkpoint, weights: HostedWeights) -> None:
             f"{found.name}: its config is not that of the {checkpoint.role} {checkpoint.name} ({differs}), and an "
             "update has new values for the same model; make a new generator"
         )
-    if _code_kinds(found, weights) != _code_kinds(checkpoint, weights):
+
+
+def _check_same_format(found: Checkpoint, codes: ProductCodes | None, weights: HostedWeights) -> None:
+    """Refuses a checkpoint that is quantised in another way. `codes` are those of `found`, see `_codes_of`."""
+    checkpoint = weights.checkpoint
+    own = _codes_of(checkpoint, weights)
+    if (codes and codes.kinds()) != (own and own.kinds()):
         raise CheckpointError(
             f"{found.name}: is stored in another format than the {checkpoint.role} {checkpoint.name}; save it in that "
             "format, or make a new generator"
         )
 
 
-def _code_kinds(checkpoint: Checkpoint, weights: HostedWeights) -> dict[str, Any]:
-    """Returns shape and quantised format of each matrix that a checkpoint stores quantised, by name."""
-    return {} if checkpoint.quantisation is None else ProductCodes(checkpoint, weights.model.info).kinds()
+def _codes_of(checkpoint: Checkpoint, weights: HostedWeights) -> ProductCodes | None:
+    """Returns the reader of a checkpoint's quantised weights. None: it is not stored quantised."""
+    return None if checkpoint.quantisation is None else ProductCodes(checkpoint, weights.model.info)
 
 
 def _fields(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key not in _PRIVATE and not key.startswith("_")}
 
 
-def _of_directory(found: Checkpoint, weights: HostedWeights) -> HostedUpdate:
-    """Reads all tensors of a directory into a new module."""
+def _of_directory(found: Checkpoint, codes: ProductCodes | None, weights: HostedWeights) -> HostedUpdate:
+    """Reads all tensors of a directory into a new module. For `codes` see `_codes_of`."""
     assert found.directory is not None, "a hosted checkpoint is a directory or a module"
-    codes = None if found.quantisation is None else ProductCodes(found, weights.model.info)
     values = stored_values(found.directory, weights.info, weights.dtype, codes)
     source = read_module(values or found.directory, weights.info, weights.dtype, found.name)
     return _checked(source, weights, codes)
 
 
-def _of_tensors(tensors: Mapping[str, Tensor], weights: HostedWeights) -> HostedUpdate:
+def _of_tensors(given: GivenTensors, weights: HostedWeights) -> HostedUpdate:
     """Makes a module that has the given tensors, and all others on the meta device."""
-    info = weights.info
+    info, infos = weights.info, given.infos()
     source = shell_of(info.kind, info.config)
     places = _places(source)
     for place in places.values():  # some modules draw random values on the host
         if not place.tensor.is_meta:
             _put(source, place, place.tensor.detach().to("meta"))
-    named = {}
-    for name, tensor in tensors.items():
+    named: dict[str, str] = {}  # name in the module -> given name
+    for name in infos:
         own = name if name in places or not info.whole else text_name(name)
         if own is not None:  # else it belongs to another part of the whole model
-            named[own] = tensor
+            named[own] = name
     if others := sorted(named.keys() - places.keys()):
-        return _of_stored_names(named, others, weights)
-    for name, tensor in named.items():
-        _check_value(name, tensor, places[name].tensor)
-        same = [named[each] for each in places[name].names if each in named]
-        if not all(torch.equal(each, same[0]) for each in same[1:]):
+        return _of_stored_names({own: given.read(name) for own, name in named.items()}, others, weights)
+    for own, name in named.items():
+        _check_info(own, infos[name], places[own].tensor)
+    for place in {places[own].names: places[own] for own in named}.values():
+        first, *copies = (given.read(named[own]) for own in place.names if own in named)
+        if not all(torch.equal(first, copy) for copy in copies):
             raise CheckpointError(
-                f"{_WHERE}: {' is not '.join(places[name].names)}, and this model ties them; leave one out, or make a "
-                "new generator"
+                f"{WHERE}: {' is not '.join(place.names)}, and this model ties them; leave one out, or make a new "
+                "generator"
             )
-    for name, tensor in named.items():
-        _put(source, places[name], tensor.to(_dtype_in_use(weights, name)))
+        _put(source, place, first.to(_dtype_in_use(weights, place.names[0])))
     return _checked(source, weights)
+
+
+def _check_info(name: str, info: TensorInfo, wanted: Tensor) -> None:
+    check_shape(name, info, tuple(wanted.shape))
+    if wanted.is_floating_point():  # buffers may have whole numbers
+        check_dtype(name, info)
 
 
 def _of_stored_names(tensors: dict[str, Tensor], others: list[str], weights: HostedWeights) -> HostedUpdate:
@@ -241,11 +243,11 @@ def _of_stored_names(tensors: dict[str, Tensor], others: list[str], weights: Hos
     values = {name: each.cpu() for name, each in tensors.items()}
     try:
         with _silent():
-            source = read_module(values, weights.info, weights.dtype, _WHERE, exact=True)
+            source = read_module(values, weights.info, weights.dtype, WHERE, exact=True)
     except CheckpointError as error:
         checkpoint, kind = weights.checkpoint, weights.info.kind.__name__
         raise CheckpointError(
-            f"{_WHERE}: {listing(others)} unexpected; the {checkpoint.role} {checkpoint.name} is hosted, and has no "
+            f"{WHERE}: {listing(others)} unexpected; the {checkpoint.role} {checkpoint.name} is hosted, and has no "
             f"such tensors. Give names of {kind}, or all tensors of a checkpoint; as such, {error}"
         ) from error
     return _checked(source, weights)
@@ -270,23 +272,15 @@ def _checked(source: nn.Module, weights: HostedWeights, codes: ProductCodes | No
         if new and len(new) < len(own):
             old = sorted(own.keys() - set(new))
             raise CheckpointError(
-                f"{_WHERE}: {path} has a new {', '.join(new)} without {', '.join(old)}; give them together"
+                f"{WHERE}: {path} has a new {', '.join(new)} without {', '.join(old)}; give them together"
             )
     parameters = dict(source.named_parameters())
     names = frozenset(name for name, each in parameters.items() if not each.is_meta)
     if not names:
-        raise CheckpointError(f"{_WHERE} holds no tensor of the model")
+        raise CheckpointError(f"{WHERE} holds no tensor of the model")
     for name in sorted(names) if weights.dtype is torch.float16 else ():
-        if not bool(parameters[name].to(torch.float16).isfinite().all()):
-            raise CheckpointError(f"{_WHERE}: {name} has values beyond float16 (65504)")
+        check_range(name, parameters[name])
     return HostedUpdate(weights, source, names, len(names) == len(parameters), codes)
-
-
-def _check_value(name: str, tensor: Tensor, wanted: Tensor) -> None:
-    if tensor.shape != wanted.shape:
-        raise CheckpointError(f"{_WHERE}: {name} has shape {list(tensor.shape)}, wanted {list(wanted.shape)}")
-    if wanted.is_floating_point() and tensor.dtype not in DTYPES:
-        raise UnsupportedModel(f"{_WHERE}: {name} is of {tensor.dtype}, wanted bfloat16, float16 or float32")
 
 
 class _Place(NamedTuple):
