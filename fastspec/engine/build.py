@@ -179,7 +179,7 @@ def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> Pass
         same_bits, draft_chunks, shared = chunks if len(chunks) > 1 else None, None, False
     else:
         same_bits, draft_chunks = _same_bits_of_both(chunks, made, settings.device)
-        shared = _only_in_pages(modules, made.models) and same_bits is not None and not _has_codes(made)
+        shared = _only_in_pages(modules, made.models) and same_bits is not None
     return PassSizes(
         settings.layout.batch,
         settings.exact,
@@ -189,14 +189,6 @@ def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> Pass
         batch_tokens=settings.layout.pass_tokens(settings.max_length) if shared else 0,
         budget=settings.config.prefill_budget,
     )
-
-
-def _has_codes(made: _Models) -> bool:
-    """True if a weight matrix is stored quantised.
-
-    On a GPU a prompt may then get other bits in a prefill pass over several prompts than alone.
-    """
-    return any(matrix.format == "codes" for matrix in (*made.matrices, *made.of_draft_model))
 
 
 def _runner(settings: Settings, *, only_ours: bool) -> Runner:

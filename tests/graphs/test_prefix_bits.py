@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import random
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastspec import FastSpecGenerator, demo_pair
+from fastspec import FastSpecGenerator
 from fastspec.engine.engine import Engine
 from fastspec.kernels import triton_ops
 from fastspec.kernels.product.dispatch import packed_linear
 from fastspec.output import GenerateOutput
 from fastspec.scheduling import admission
+from tests.graphs.test_mixtures import directory
 from tests.graphs.test_text_bits import VOCAB, small_gap_pair
+from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.families import VOCAB as VOCAB_OF_FAMILIES
 from tests.helpers.prompt_groups import check, pool
 
 pytestmark = [
@@ -87,21 +91,37 @@ def test_passes_that_are_alike_leave_the_same_bits(
         assert not all(map(torch.equal, other, whole)), "the check sees passes of another kind"
 
 
-def test_a_prompt_has_the_bits_of_its_own_passes_in_every_group() -> None:
+@pytest.mark.parametrize(
+    ("groups", "formats"),
+    [
+        (1000, {"draft_quantization": None}),
+        (300, {"draft_quantization": "int8"}),
+        (300, {"target_quantization": "fp8", "draft_quantization": "int4"}),
+    ],
+    ids=["values", "a draft in codes", "both in codes"],
+)
+def test_a_prompt_has_the_bits_of_its_own_passes_in_every_group(groups: int, formats: dict[str, str | None]) -> None:
     """In bf16. Passes of up to 1024 tokens are replayed."""
     target, draft = small_gap_pair()
+    with FastSpecGenerator(
+        target, draft, dtype=torch.bfloat16, max_batch_size=8, max_length=1024, progress=False, **formats
+    ) as gen:
+        engine = gen._loop.engine
+        assert engine.sizes.most_blocks == 32
+        with engine.on_device():
+            check(engine, pool(900), groups, seed=5)
+
+
+def test_prompts_of_experts_in_codes_share_passes(tmp_path: Path) -> None:
+    target = directory("mxfp4", tmp_path / "target")
+    draft = make_checkpoint(tmp_path / "draft", "llama2", seed=77, vocab_size=VOCAB_OF_FAMILIES, num_hidden_layers=1)
     with FastSpecGenerator(
         target, draft, dtype=torch.bfloat16, max_batch_size=8, max_length=1024, progress=False
     ) as gen:
         engine = gen._loop.engine
         assert engine.sizes.most_blocks == 32
         with engine.on_device():
-            check(engine, pool(900), 1000, seed=5)
-
-
-def test_prompts_of_quantised_models_share_no_pass() -> None:
-    with FastSpecGenerator(*demo_pair(), dtype=torch.bfloat16, draft_quantization="int8", progress=False) as gen:
-        assert gen._loop.engine.sizes.most_blocks == 0
+            check(engine, pool(900), 100, seed=5)
 
 
 def told(gen: FastSpecGenerator, prompts: list[list[int]], **options: object) -> GenerateOutput:

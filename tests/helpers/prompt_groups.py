@@ -54,7 +54,7 @@ def alone(engine: Engine, prompt: list[int]) -> list[Tensor]:
     """What passes over a prompt alone leave, see `left`."""
     admit(engine, [prompt])
     for draft, stop in ((False, len(prompt)), (True, len(prompt) - 2)):
-        engine.prompts.feed_row(0, 0, engine.sizes.passes(stop), draft=draft, running=False)
+        engine.prompts.feed_row(0, 0, engine.sizes.passes(stop, draft=draft), draft=draft, running=False)
     return left(engine, 0, prompt)
 
 

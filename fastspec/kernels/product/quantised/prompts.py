@@ -128,19 +128,24 @@ def dequantise(weight: Weight, first: int, count: int, scratch: Tensor, early: b
 
 
 class _Buffers:
-    """Two buffers for dequantised slices on one CUDA stream, used alternately."""
+    """Two buffers for dequantised slices on one CUDA stream, used alternately.
+
+    Buffers that became too small are kept: captured CUDA graphs may still write to them.
+    """
 
     def __init__(self) -> None:
-        self._held: list[Tensor] = []
+        self._held: list[Tensor] = []  # the last two are in use
         self._turn = 0
 
-    def next(self, count: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, bool]:
-        """Returns the next buffer, of at least `count` values, and False if this call has allocated it, else True."""
-        known = bool(self._held) and self._held[0].dtype == dtype and len(self._held[0]) >= count
-        if not known:
-            self._held = [torch.empty(count, dtype=dtype, device=device) for _ in range(2)]
-        self._turn = 1 - self._turn
-        return self._held[self._turn], known
+    def next(self, nbytes: int, device: torch.device) -> tuple[Tensor, bool]:
+        """Returns the next buffer, uint8 [nbytes or more], and False if this call has allocated it, else True."""
+        size = len(self._held[-1]) if self._held else 0
+        if known := size >= nbytes:
+            self._turn = 1 - self._turn
+        else:
+            more = max(nbytes, 2 * size)  # so all that are kept together take no more bytes than the last two
+            self._held += [torch.empty(more, dtype=torch.uint8, device=device) for _ in range(2)]
+        return self._held[-2:][self._turn], known
 
 
 # state of the process and not of a generator: a closed generator's kernels may still read them, see above
@@ -198,7 +203,8 @@ def _slice(weight: Weight, first: int, size: int) -> Weight:
     """Dequantises `size` rows of a weight, or those that exist, from row `first` on, to a packed weight."""
     n, k = weight.shape
     if EARLY and has_pdl(weight.device):
-        scratch, early = _buffers(weight.device).next(size * k, weight.dtype, weight.device)
+        held, early = _buffers(weight.device).next(size * k * weight.dtype.itemsize, weight.device)
+        scratch = held.view(weight.dtype)
     else:
         scratch, early = torch.empty(size * k, dtype=weight.dtype, device=weight.device), False
     return dequantise(weight, first, min(size, n - first), scratch, early)

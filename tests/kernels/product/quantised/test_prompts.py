@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -69,6 +70,24 @@ def test_products_in_slices_one_after_the_other(early: bool, monkeypatch: pytest
     for _ in range(20):
         for x, weight, given, wanted in calls:
             assert torch.equal(prompts.prefill_quantised(x, weight, **given), wanted)
+
+
+def test_buffers_that_became_too_small_are_kept() -> None:
+    """Captured CUDA graphs go on writing to them: memory given back would belong to other tensors."""
+    buffers, cpu = prompts._Buffers(), torch.device("cpu")
+    first, known = buffers.next(64, cpu)
+    assert not known
+    second, known = buffers.next(32, cpu)
+    assert known
+    assert first.data_ptr() != second.data_ptr()  # the kernel before may still read `first`
+    assert buffers.next(64, cpu)[0].data_ptr() == first.data_ptr()
+    held, places = [weakref.ref(each) for each in buffers._held], {each.data_ptr() for each in buffers._held}
+    del first, second
+    larger, known = buffers.next(65, cpu)
+    assert not known
+    assert len(larger) >= 128  # at least twice: what is kept takes no more than what is in use
+    assert all(each() is not None for each in held)
+    assert larger.data_ptr() not in places
 
 
 def test_slices_fill_their_room() -> None:
