@@ -44,10 +44,11 @@ MACHINE = Machine()
 
 
 class Barrier:
-    """A barrier in shared memory: a phase ends with an arrival, or when all bytes that it expects have come."""
+    """A barrier in shared memory: a phase ends with so many arrivals, or when all bytes that it expects have come."""
 
     def __init__(self) -> None:
         self.phases, self.expected = 0, 0
+        self.needed, self.arrived = 1, 0
         self.copies: list[tuple[Shared, Values]] = []
 
     def end(self) -> None:
@@ -55,6 +56,11 @@ class Barrier:
             to.store(value)
         self.phases, self.expected, self.copies = self.phases + 1, 0, []
         MACHINE.turn.notify_all()
+
+    def arrive(self) -> None:
+        self.arrived = (self.arrived + 1) % self.needed
+        if self.arrived == 0:
+            self.end()
 
     def expect(self, nbytes: int) -> None:
         assert self.expected == 0, "a phase that expects bytes already"

@@ -10,6 +10,7 @@ do different things are threads, of which one runs until it waits.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -65,9 +66,9 @@ def _stand_ins() -> dict[str, ModuleType]:
     hopper.fence_async_shared = lambda: None  # type: ignore[attr-defined]
     hopper.mbarrier = SimpleNamespace(  # type: ignore[attr-defined]
         MBarrierLayout=BarrierLayout,
-        init=lambda barrier, count: None,
+        init=lambda barrier, count: setattr(barrier, "needed", int(count)),
         expect=Barrier.expect,
-        arrive=lambda barrier, count: barrier.end(),
+        arrive=lambda barrier, count: barrier.arrive(),
         wait=Barrier.wait,
     )
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None  # type: ignore[attr-defined]
@@ -93,6 +94,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *given: Any, **options: Any) -> N
     """Every program in turn, the last one first: they may not depend on an order."""
     for name in ("num_warps", "num_ctas", "launch_pdl", "enable_fp_fusion", "maxnreg", "least_shared"):
         options.pop(name, None)
+    if "PDL" in inspect.signature(kernel).parameters:
+        options.setdefault("PDL", False)
     arguments = [_argument(each) for each in given]
     MACHINE.counts = (*grid, 1, 1)[:3]
     with np.errstate(all="ignore"):  # numbers that are none are made on purpose
@@ -158,3 +161,10 @@ def attention_by_tma() -> dict[str, Any]:
     """The kernels of decode/tma_sm90.py and combine.py, for `launch`; `MACHINE.late` says how copies land."""
     with _loaded([f"attention/decode/{name}" for name in ATTENTION]) as modules:
         return {"shares_kernel": modules[-2].shares_kernel, "gather_kernel": modules[-1].gather_kernel}
+
+
+def prompts_by_tma() -> Any:
+    """The module prefill_sm90.py, as on a GPU with wgmma; `MACHINE.late` says how copies land."""
+    with _loaded([*(f"attention/decode/{name}" for name in ATTENTION[:4]), "attention/prefill_sm90"]) as modules:
+        modules[-1].gpu_of = lambda device: Gpu((9, 0), 132)
+        return modules[-1]

@@ -110,6 +110,52 @@ def uses_tma(gpu: Gpu, page_size: int) -> bool:
     return page_size % 8 == 0 and gpu.hopper
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkTile:
+    """Launch of prefill_sm90.py.
+
+    Attributes:
+        groups: groups of four warps, each with CHUNK_ROWS query tokens.
+        keys: keys in a tile. A token's bits depend on it.
+        stages: tiles of K or V in shared memory.
+        registers: mean number of registers of a thread.
+    """
+
+    groups: int
+    keys: int
+    stages: int
+    registers: int
+
+
+CHUNK_ROWS = 64
+CHUNK_KEYS = 128
+# one CTA on an SM; two of one group each
+CHUNK_TILES = {64: (ChunkTile(2, CHUNK_KEYS, 8, 168), ChunkTile(1, CHUNK_KEYS, 4, 128)),
+               128: (ChunkTile(2, CHUNK_KEYS, 4, 168), ChunkTile(1, CHUNK_KEYS, 2, 128))}
+
+
+def chunk_tile(gpu: Gpu, dim: int, heads: int, num_queries: int) -> ChunkTile:
+    """Selects the launch of prefill_sm90.py: one group where two would leave SMs idle, or have half a tile of padding.
+
+    Args:
+        gpu: the device.
+        dim: head_dim.
+        heads: number of batch rows times number of query heads.
+        num_queries: number of query tokens of one batch row.
+    """
+    large, small = CHUNK_TILES[dim]
+    few = num_queries <= CHUNK_ROWS or heads * cdiv(num_queries, 2 * CHUNK_ROWS) < gpu.sms
+    return small if few else large
+
+
+def uses_chunks(gpu: Gpu, itemsize: int, dim: int, page_size: int, converted: bool) -> bool:
+    """True if prefill_sm90.py runs the prompts of a model. For the arguments see `uses_mma`.
+
+    converted: True for an 8-bit cache.
+    """
+    return itemsize == 2 and dim in CHUNK_TILES and not converted and uses_tma(gpu, page_size)
+
+
 def uses_mma(
     gpu: Gpu, itemsize: int, dim: int, page_size: int, capacity: int, cached: int | None = None
 ) -> bool:  # fmt: skip

@@ -32,13 +32,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from fastspec.kernels.attention import prefill_sm90
 from fastspec.kernels.attention.arguments import LOG2E, paged_cache, scoring_of
-from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim
+from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim, uses_chunks
 from fastspec.kernels.attention.rope import cache_of_row
 from fastspec.kernels.common.checks import check, check_cache, check_sinks, rows_dtype
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
 from fastspec.kernels.common.launch import launch as start
-from fastspec.kernels.gpu import multiprocessors, shared_memory
+from fastspec.kernels.gpu import gpu_of, multiprocessors, shared_memory
 from fastspec.shapes import KEY_BLOCK, UNTILED, AttentionRule, Tiling
 
 _LOG2E = tl.constexpr(LOG2E)
@@ -329,6 +330,10 @@ def paged_attention(
     scales = scales_of(keys, kv_scales)
     out = torch.empty_like(query) if out is None else out
     check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
+    cache, scoring = paged_cache(keys, values, block_table), scoring_of(rule, sinks, dim, scales)
+    if uses_chunks(gpu_of(query.device), query.dtype.itemsize, dim, page_size, scales is not None):
+        prefill_sm90.attend_chunk(query, keys, values, cache, positions, out, num_blocks, rule.window, scoring)
+        return out
     block_d = padded_dim(dim)
     sizes = batch * num_heads, num_queries
     launch = launch_of(query.device, query.dtype.itemsize, block_d, scales is not None, *sizes)
@@ -336,12 +341,12 @@ def paged_attention(
         _flash_kernel,
         (num_heads, triton.cdiv(num_queries, launch.rows), batch),
         query,
-        paged_cache(keys, values, block_table),
+        cache,
         positions,
         out,
         num_queries,
         num_blocks * KEY_BLOCK,
-        scoring_of(rule, sinks, dim, scales),
+        scoring,
         WINDOW=rule.window or 0,
         KV_HEADS=kv_heads,
         GROUP=num_heads // kv_heads,

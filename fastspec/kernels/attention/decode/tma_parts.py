@@ -172,7 +172,7 @@ def rescaled(top, scores, scale):
 
 
 @gluon.jit
-def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr):
+def slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE: gl.constexpr):
     """Returns a tuple with the cache slot of the first key of each piece of a tile of keys.
 
     The tile begins at position `here`. One TMA copy loads a piece of PIECE keys. A slot is an index of a token's K or V
@@ -189,7 +189,7 @@ def _slots_at(cache, here, PIECES: gl.constexpr, PIECE: gl.constexpr, PAGE_SIZE:
 
 
 @gluon.jit
-def _load_tile(
+def load_tile(
     desc, pieces, pipeline, step, slots, column, PARTS: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr
 ):  # fmt: skip
     """Issues the TMA copies of one tile of K or V, as soon as its stage of the pipeline is free.
@@ -199,7 +199,7 @@ def _load_tile(
         pieces: pieces of the pipeline's tiles, the result of `in_pieces`.
         pipeline: `Pipeline` with the mbarriers.
         step: index of the tile among all tiles that this CTA loads.
-        slots: cache slots of the tile's pieces, the result of `_slots_at`.
+        slots: cache slots of the tile's pieces, the result of `slots_at`.
         column: first column of the KV head in the cache [slots, Hkv * D].
         PARTS: number of pieces side by side in a head.
         BYTES: size of the tile in bytes.
@@ -235,18 +235,18 @@ def load_tiles(
     pieces = in_pieces(pipeline.tiles, PIECE)
     step = 0
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
-    slots = _slots_at(cache, first, PIECES, PIECE, PAGE_SIZE)
+    slots = slots_at(cache, first, PIECES, PIECE, PAGE_SIZE)
     for i in range(share.mine):
         # the pages of the next tile, even of another split, are loaded before the copies of this tile are issued
         then = split_number(gl.minimum(i + 1, share.mine - 1), share)
         next_first, next_end = keys_of(then, share.begin, share.stop, SPLIT_SIZES)
         for here in range(first, end, KEYS):
             behind = gl.where(here + KEYS < end, here + KEYS, next_first)
-            following = _slots_at(cache, behind, PIECES, PIECE, PAGE_SIZE)
+            following = slots_at(cache, behind, PIECES, PIECE, PAGE_SIZE)
             if here + KEYS > share.first_new:
                 mbarrier.wait(pipeline.stored.index(0), 0)
-            _load_tile(key_desc, pieces, pipeline, step, slots, column, PARTS, STAGES, BYTES)
-            _load_tile(value_desc, pieces, pipeline, step + 1, slots, column, PARTS, STAGES, BYTES)
+            load_tile(key_desc, pieces, pipeline, step, slots, column, PARTS, STAGES, BYTES)
+            load_tile(value_desc, pieces, pipeline, step + 1, slots, column, PARTS, STAGES, BYTES)
             slots = following
             step += 2
         first, end = next_first, next_end
@@ -339,7 +339,7 @@ def _load_next(
     Args:
         issued: number of tiles whose copies were already issued.
         i, here, end: results of `_next_tile` for the tile to load.
-        slots: result of `_slots_at` for the tile to load.
+        slots: result of `slots_at` for the tile to load.
 
     Returns:
         (issued, i, here, end, slots) for the tile after this one.
@@ -349,11 +349,11 @@ def _load_next(
     if i < share.mine:
         if here + KEYS > share.first_new:
             mbarrier.wait(narrow.stored.index(0), 0)
-        _load_tile(key_desc, pieces, narrow, issued, slots, column, 1, STAGES, BYTES)
-        _load_tile(value_desc, pieces, narrow, issued + 1, slots, column, 1, STAGES, BYTES)
+        load_tile(key_desc, pieces, narrow, issued, slots, column, 1, STAGES, BYTES)
+        load_tile(value_desc, pieces, narrow, issued + 1, slots, column, 1, STAGES, BYTES)
         issued += 2
         i, here, end = _next_tile(i, here, end, share, KEYS, SPLIT_SIZES)
-        slots = _slots_at(cache, here, KEYS // PIECE, PIECE, PAGE_SIZE)
+        slots = slots_at(cache, here, KEYS // PIECE, PIECE, PAGE_SIZE)
     return issued, i, here, end, slots
 
 
@@ -379,7 +379,7 @@ def load_and_widen(
     pieces = in_pieces(narrow.tiles, PIECE, True)
     first, end = keys_of(split_number(0, share), share.begin, share.stop, SPLIT_SIZES)
     i, here, last = 0, first, end  # the next tile to load, and the end of its split
-    slots = _slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
+    slots = slots_at(cache, here, PIECES, PIECE, PAGE_SIZE)
     issued, step = 0, 0
     for _ahead in range(STAGES // 2 - 1):
         issued, i, here, last, slots = _load_next(
