@@ -17,6 +17,7 @@ from perf import (
     counted,
     cpu,
     drafters,
+    first_token,
     gate,
     loading,
     perplexity,
@@ -105,6 +106,7 @@ def parser() -> argparse.ArgumentParser:
     serving.add_serving_options(command(serving.command_serving))
     serving.add_servers_options(command(serving.command_servers))
     anchors.add_options(command(anchors.command_anchors))
+    first_token.add_options(command(first_token.command_prompts))
     cpu.add_options(command(cpu.command_cpu))
     startup.add_options(command(startup.command_startup))
     loading.add_options(command(loading.command_loading))

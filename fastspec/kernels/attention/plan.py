@@ -130,8 +130,10 @@ class ChunkTile:
 CHUNK_ROWS = 64
 CHUNK_KEYS = 128
 # one CTA on an SM; two of one group each
-CHUNK_TILES = {64: (ChunkTile(2, CHUNK_KEYS, 8, 168), ChunkTile(1, CHUNK_KEYS, 4, 128)),
-               128: (ChunkTile(2, CHUNK_KEYS, 4, 168), ChunkTile(1, CHUNK_KEYS, 2, 128))}
+CHUNK_TILES = {
+    64: (ChunkTile(2, CHUNK_KEYS, 8, 168), ChunkTile(1, CHUNK_KEYS, 4, 128)),
+    128: (ChunkTile(2, CHUNK_KEYS, 4, 168), ChunkTile(1, CHUNK_KEYS, 2, 128)),
+}
 
 
 def chunk_tile(gpu: Gpu, dim: int, heads: int, num_queries: int) -> ChunkTile:

@@ -281,8 +281,44 @@ def chunk_kernel(
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (_multiply, (qs.index(0), pipeline, query_ptr, out_ptr, position_ptr, first, num_queries, head, begin, whole, stop, scoring, STRIDE, WINDOW)),
-                (_multiply, (qs.index(1), pipeline, query_ptr, out_ptr, position_ptr, first + ROWS, num_queries, head, begin, whole, stop, scoring, STRIDE, WINDOW)),
+                (
+                    _multiply,
+                    (
+                        qs.index(0),
+                        pipeline,
+                        query_ptr,
+                        out_ptr,
+                        position_ptr,
+                        first,
+                        num_queries,
+                        head,
+                        begin,
+                        whole,
+                        stop,
+                        scoring,
+                        STRIDE,
+                        WINDOW,
+                    ),
+                ),
+                (
+                    _multiply,
+                    (
+                        qs.index(1),
+                        pipeline,
+                        query_ptr,
+                        out_ptr,
+                        position_ptr,
+                        first + ROWS,
+                        num_queries,
+                        head,
+                        begin,
+                        whole,
+                        stop,
+                        scoring,
+                        STRIDE,
+                        WINDOW,
+                    ),
+                ),
                 (_load_all, (key_desc, value_desc, pipeline, row_cache, column, begin, stop, PAGE_SIZE, PDL)),
             ],
             [WARPS, 1],
@@ -291,7 +327,25 @@ def chunk_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (qs.index(0), pipeline, query_ptr, out_ptr, position_ptr, first, num_queries, head, begin, whole, stop, scoring, STRIDE, WINDOW)),
+                (
+                    _multiply,
+                    (
+                        qs.index(0),
+                        pipeline,
+                        query_ptr,
+                        out_ptr,
+                        position_ptr,
+                        first,
+                        num_queries,
+                        head,
+                        begin,
+                        whole,
+                        stop,
+                        scoring,
+                        STRIDE,
+                        WINDOW,
+                    ),
+                ),
                 (_load_all, (key_desc, value_desc, pipeline, row_cache, column, begin, stop, PAGE_SIZE, PDL)),
             ],
             [1],
