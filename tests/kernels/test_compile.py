@@ -32,6 +32,7 @@ SPILLS = {
     ("batch_kernel", 255): 48,  # three groups, two splits at once, on sm_100; 40 on sm_90
     ("shares_kernel", 128): 112,  # of heads of 64; 96 without a window: with one not timed
     ("_flash_kernel", 255): 56,  # heads of 96 and 128
+    ("chunk_kernel", 168): 112,  # with a window; 8 without
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
     ("_distribution_kernel", None): 72,
@@ -55,7 +56,7 @@ RAGGED_SPILLS = {
     ("tile_kernel", "gated+norm", 16, 32): 288,
     ("tile_argmax_kernel", "", 8, 32): 136,
 }
-ATTENTION = {"_decode_kernel", "_flash_kernel", "fragment_kernel", "batch_kernel", "shares_kernel"}
+ATTENTION = {"_decode_kernel", "_flash_kernel", "fragment_kernel", "batch_kernel", "shares_kernel", "chunk_kernel"}
 PRODUCTS = {"tile_kernel", "tile_argmax_kernel", "_prefill_kernel"}  # that read by 16 bytes where K lets them
 OF_EXPERTS = {"expert_kernel"}  # as these
 

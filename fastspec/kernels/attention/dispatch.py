@@ -22,7 +22,8 @@ Kernels:
 
 | pass                                  | kernels                                                           |
 |---------------------------------------|-------------------------------------------------------------------|
-| prefill chunk (Q > MAX_SPLIT_QUERIES) | rope.py appends K/V, prefill.py attends                           |
+| prefill chunk (Q > MAX_SPLIT_QUERIES) | rope.py appends K/V; prefill_sm90.py attends if                   |
+|                                       | `plan.uses_chunks` is True, else prefill.py                       |
 | decode, if `plan.uses_mma` is True    | early rows (below position `plan.LATE_FROM`): decode/mma.py or    |
 |                                       | mma_batch.py; late rows (from there on): decode/tma_sm90.py       |
 | decode, otherwise                     | `_decode_kernel` of decode/portable.py                            |

@@ -1,4 +1,4 @@
-"""Launch plans of decode attention: kernel, grid, tile sizes and registers.
+"""Launch plans of attention: kernel, grid, tile sizes and registers.
 
 This module computes with integers and does not import Triton. A plan depends on a GPU's compute capability and number
 of SMs, on the model, and on the sizes of a pass. The bits of a row depend only on the model and the size of its cache:
@@ -14,6 +14,7 @@ LATE_FROM, else *late*.
 | `fragment_kernel` | decode/mma.py       | early; each CTA has one split                                  |
 | `batch_kernel`    | decode/mma_batch.py | early; each CTA has several splits                             |
 | `shares_kernel`   | decode/tma_sm90.py  | late; `gather_kernel` combines their splits                    |
+| `chunk_kernel`    | prefill_sm90.py     | those of prompts, where `uses_chunks` is true                  |
 """
 
 from __future__ import annotations

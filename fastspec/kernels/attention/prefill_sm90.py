@@ -17,6 +17,8 @@ A group has the same ROWS and KEYS in every launch. So a token's bits do not dep
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -33,15 +35,20 @@ from fastspec.kernels.attention.arguments import LOG2E, PagedCache, Scoring
 from fastspec.kernels.attention.decode.mma_tiles import tanh
 from fastspec.kernels.attention.decode.query_rows import cache_of_row
 from fastspec.kernels.attention.decode.tma_parts import (
+    ROWS,
+    WARPS,
     WIDTH,
     Pipeline,
+    clear_tail,
     in_pieces,
     load_tile,
     masked,
     piece_of,
     power,
+    products,
     rescaled,
     slots_at,
+    sums_layout,
 )
 from fastspec.kernels.attention.plan import CHUNK_ROWS, chunk_tile
 from fastspec.kernels.common.gluon_compat import thread_barrier
@@ -52,21 +59,36 @@ from fastspec.shapes import KEY_BLOCK
 _LOG2E = gl.constexpr(LOG2E)
 
 
-ROWS = gl.constexpr(64)  # query tokens of a group of warps
-WARPS = gl.constexpr(4)  # warps of a group
+class Tokens(NamedTuple):
+    """The query tokens of a CTA: one head of one batch row.
+
+    Attributes:
+        queries, out: element 0 of this head of the batch row's first token.
+        positions: of the batch row's tokens.
+        count: number of the batch row's tokens.
+        head: index of the query head.
+    """
+
+    queries: Any
+    out: Any
+    positions: Any
+    count: Any
+    head: Any
 
 
-@gluon.constexpr_function
-def _sums_layout(columns):
-    """Returns the register layout of wgmma results [ROWS, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
+class Keys(NamedTuple):
+    """The keys that a CTA reads: begin .. whole - 1 need no mask; whole .. stop - 1 do."""
+
+    begin: Any
+    whole: Any
+    stop: Any
 
 
 @gluon.jit
 def _load_all(
-    key_desc, value_desc, pipeline, cache, column, begin, stop, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr
+    key_desc, value_desc, pipeline, cache, column, keys, PAGE_SIZE: gl.constexpr, PDL: gl.constexpr
 ):  # fmt: skip
-    """Runs the loading warp: it loads the tiles of K and V, in turn, of the keys at positions begin .. stop - 1.
+    """Runs the loading warp: it loads the tiles of K and V, in turn, of all keys that the CTA reads.
 
     `column` is the first column of the KV head in the cache [slots, Hkv * D].
     """
@@ -79,35 +101,16 @@ def _load_all(
     PIECES: gl.constexpr = KEYS // PIECE
     pieces = in_pieces(pipeline.tiles, PIECE)
     step = 0
-    slots = slots_at(cache, begin, PIECES, PIECE, PAGE_SIZE)
+    slots = slots_at(cache, keys.begin, PIECES, PIECE, PAGE_SIZE)
     if PDL:
         gdc_wait()
-    for here in range(begin, stop, KEYS):
+    for here in range(keys.begin, keys.stop, KEYS):
         # the pages of the next tile are loaded before the copies of this one are issued
         following = slots_at(cache, here + KEYS, PIECES, PIECE, PAGE_SIZE)
         load_tile(key_desc, pieces, pipeline, step, slots, column, PARTS, STAGES, BYTES)
         load_tile(value_desc, pieces, pipeline, step + 1, slots, column, PARTS, STAGES, BYTES)
         slots = following
         step += 2
-
-
-@gluon.jit
-def _clear_tail(tile, count):
-    """Sets the rows of a V tile in shared memory to zero, from row `count` on.
-
-    Cache slots after the newest key may hold NaN, and NaN times a weight of 0 is NaN.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout)), 1)
-    tile.store(gl.where(row < count, tile.load(layout), 0.0))
-
-
-@gluon.jit
-def _products(q, keys):
-    """Starts the asynchronous product q K^T, [ROWS, KEYS], of queries with a tile of keys."""
-    KEYS: gl.constexpr = keys.shape[0]
-    nothing = gl.zeros([ROWS, KEYS], gl.float32, _sums_layout(KEYS))
-    return warpgroup_mma(q, keys.permute((1, 0)), nothing, is_async=True)
 
 
 @gluon.jit
@@ -136,14 +139,14 @@ def _attend_tile(
     following = gl.where(here + KEYS < stop, step + 2, step)
     k_place, v_place = following % STAGES, (step + 1) % STAGES
     values = pipeline.tiles.index(v_place)
-    if MASKED:
+    if MASKED:  # noqa: SIM102  (a constant: without a mask the branch is not compiled)
         if here + KEYS > stop:  # here, and not before the product with it, where registers are short
             mbarrier.wait(pipeline.full.index(v_place), (step + 1) // STAGES & 1)
-            _clear_tail(values, stop - here)
+            clear_tail(values, stop - here)
             fence_async_shared()
             thread_barrier()
     mbarrier.wait(pipeline.full.index(k_place), following // STAGES & 1)
-    ahead = _products(q, pipeline.tiles.index(k_place))
+    ahead = products(q, pipeline.tiles.index(k_place))
     scale = scoring.factor
     if scoring.cap is not None:
         scores, scale = scoring.cap * tanh(scores * scale), 1.0
@@ -152,7 +155,7 @@ def _attend_tile(
     top, shift, fade = rescaled(top, scores, scale)
     weights = power(gl.fma(scores, gl.full_like(scores, scale), gl.expand_dims(-shift, 1)))
     total = total * fade + gl.sum(weights, axis=1)
-    sums: gl.constexpr = _sums_layout(D)
+    sums: gl.constexpr = sums_layout(D)
     left = gl.convert_layout(weights.to(pipeline.tiles.dtype), gl.DotOperandLayout(0, sums, 2))
     out = out * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, sums)), 1)
     mbarrier.wait(pipeline.full.index(v_place), (step + 1) // STAGES & 1)
@@ -165,19 +168,14 @@ def _attend_tile(
 
 
 @gluon.jit
-def _multiply(
-    q, pipeline, query_ptr, out_ptr, position_ptr, first, count, head, begin, whole, stop, scoring,
-    STRIDE: gl.constexpr, WINDOW: gl.constexpr,
-):  # fmt: skip
+def _multiply(q, pipeline, tokens, first, keys, scoring, STRIDE: gl.constexpr, WINDOW: gl.constexpr):
     """Runs a group of warps: the attention of ROWS query tokens.
 
     Args:
         q: shared memory for the queries [ROWS, D].
-        query_ptr, out_ptr: element 0 of this head of the batch row's first token.
-        position_ptr: positions of the batch row's tokens.
-        first, count: number of the group's first token, and number of tokens of the batch row.
-        head: index of the query head.
-        begin, whole, stop: keys begin .. whole - 1 need no mask; keys whole .. stop - 1 do.
+        pipeline: `Pipeline` of tiles of K and V.
+        tokens, keys: `Tokens` and `Keys` of the CTA.
+        first: number of the group's first token.
         STRIDE: elements from one token to the next.
     """
     D: gl.constexpr = q.shape[1]
@@ -186,42 +184,42 @@ def _multiply(
     row = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, lanes))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, lanes))
     at = gl.expand_dims(row.to(gl.int64) * STRIDE, 1) + gl.expand_dims(column, 0)
-    inside = gl.expand_dims(row < count, 1)
-    q.store(gl.load(query_ptr + at, mask=inside, other=0.0))
-    of_scores: gl.constexpr = gl.SliceLayout(1, _sums_layout(KEYS))
+    inside = gl.expand_dims(row < tokens.count, 1)
+    q.store(gl.load(tokens.queries + at, mask=inside, other=0.0))
+    of_scores: gl.constexpr = gl.SliceLayout(1, sums_layout(KEYS))
     own = first + gl.arange(0, ROWS, layout=of_scores)
-    position = gl.load(position_ptr + own, mask=own < count, other=-1).to(gl.int32)  # padding sees no key
+    position = gl.load(tokens.positions + own, mask=own < tokens.count, other=-1).to(gl.int32)  # padding sees no key
     position = gl.expand_dims(position, 1)
     fence_async_shared()
     thread_barrier()
 
-    sums: gl.constexpr = _sums_layout(D)
+    sums: gl.constexpr = sums_layout(D)
     top = gl.full([ROWS], -float("inf"), gl.float32, of_scores)
     total, out = gl.zeros([ROWS], gl.float32, of_scores), gl.zeros([ROWS, D], gl.float32, sums)
     mbarrier.wait(pipeline.full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=(_products(q, pipeline.tiles.index(0)),))
+    scores = warpgroup_mma_wait(0, deps=(products(q, pipeline.tiles.index(0)),))
     thread_barrier()
     mbarrier.arrive(pipeline.free.index(0), count=1)
     step = 0
-    for here in range(begin, whole, KEYS):
+    for here in range(keys.begin, keys.whole, KEYS):
         state = scores, top, total, out
         scores, top, total, out = _attend_tile(
-            q, pipeline, state, step, here, stop, position, scoring, False, WINDOW
+            q, pipeline, state, step, here, keys.stop, position, scoring, False, WINDOW
         )  # fmt: skip
         step += 2
-    for here in range(whole, stop, KEYS):
+    for here in range(keys.whole, keys.stop, KEYS):
         state = scores, top, total, out
         scores, top, total, out = _attend_tile(
-            q, pipeline, state, step, here, stop, position, scoring, True, WINDOW
+            q, pipeline, state, step, here, keys.stop, position, scoring, True, WINDOW
         )  # fmt: skip
         step += 2
     if scoring.sinks is not None:
-        total = total + power(gl.load(scoring.sinks + head).to(gl.float32) * _LOG2E - top)
+        total = total + power(gl.load(scoring.sinks + tokens.head).to(gl.float32) * _LOG2E - top)
     total = gl.convert_layout(total, gl.SliceLayout(1, sums))
     out = out / gl.expand_dims(total, 1)
-    q.store(out.to(out_ptr.dtype.element_ty))  # through shared memory, so that a warp stores whole rows
+    q.store(out.to(tokens.out.dtype.element_ty))  # through shared memory, so that a warp stores whole rows
     thread_barrier()
-    gl.store(out_ptr + at, q.load(lanes), mask=inside)
+    gl.store(tokens.out + at, q.load(lanes), mask=inside)
 
 
 @gluon.jit(do_not_specialize=["num_queries", "limit"])
@@ -275,51 +273,18 @@ def chunk_kernel(
     pipeline = Pipeline(tiles, full, free, None)
     STRIDE: gl.constexpr = KV_HEADS * GROUP * D
     place = batch * num_queries * STRIDE + head * D
-    query_ptr, out_ptr, position_ptr = query_ptr + place, out_ptr + place, position_ptr + batch * num_queries
-    row_cache, column, stop = cache_of_row(cache, batch), head // GROUP * D, newest + 1
+    tokens = Tokens(
+        query_ptr + place, out_ptr + place, position_ptr + batch * num_queries, num_queries, head
+    )  # fmt: skip
+    keys = Keys(begin, whole, newest + 1)
+    row_cache, column = cache_of_row(cache, batch), head // GROUP * D
     # the two lists after the functions: warps of each function but the first, and registers of their threads
     if GROUPS == 2:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        qs.index(0),
-                        pipeline,
-                        query_ptr,
-                        out_ptr,
-                        position_ptr,
-                        first,
-                        num_queries,
-                        head,
-                        begin,
-                        whole,
-                        stop,
-                        scoring,
-                        STRIDE,
-                        WINDOW,
-                    ),
-                ),
-                (
-                    _multiply,
-                    (
-                        qs.index(1),
-                        pipeline,
-                        query_ptr,
-                        out_ptr,
-                        position_ptr,
-                        first + ROWS,
-                        num_queries,
-                        head,
-                        begin,
-                        whole,
-                        stop,
-                        scoring,
-                        STRIDE,
-                        WINDOW,
-                    ),
-                ),
-                (_load_all, (key_desc, value_desc, pipeline, row_cache, column, begin, stop, PAGE_SIZE, PDL)),
+                (_multiply, (qs.index(0), pipeline, tokens, first, keys, scoring, STRIDE, WINDOW)),
+                (_multiply, (qs.index(1), pipeline, tokens, first + ROWS, keys, scoring, STRIDE, WINDOW)),
+                (_load_all, (key_desc, value_desc, pipeline, row_cache, column, keys, PAGE_SIZE, PDL)),
             ],
             [WARPS, 1],
             [240, 24],
@@ -327,26 +292,8 @@ def chunk_kernel(
     else:
         gl.warp_specialize(
             [
-                (
-                    _multiply,
-                    (
-                        qs.index(0),
-                        pipeline,
-                        query_ptr,
-                        out_ptr,
-                        position_ptr,
-                        first,
-                        num_queries,
-                        head,
-                        begin,
-                        whole,
-                        stop,
-                        scoring,
-                        STRIDE,
-                        WINDOW,
-                    ),
-                ),
-                (_load_all, (key_desc, value_desc, pipeline, row_cache, column, begin, stop, PAGE_SIZE, PDL)),
+                (_multiply, (qs.index(0), pipeline, tokens, first, keys, scoring, STRIDE, WINDOW)),
+                (_load_all, (key_desc, value_desc, pipeline, row_cache, column, keys, PAGE_SIZE, PDL)),
             ],
             [1],
             [24],

@@ -1,4 +1,4 @@
-"""Attention of prompts by TMA and wgmma: in the simulator against its torch twin, on a GPU its bits by both launches."""
+"""Attention of prompts by TMA and wgmma: in the simulator against its torch twin, on a GPU its bits and its error."""
 
 from __future__ import annotations
 

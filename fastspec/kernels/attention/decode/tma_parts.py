@@ -9,12 +9,14 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from fastspec.kernels.attention.decode.kv_loads import start_of, widening_of_four
 from fastspec.kernels.attention.decode.mma_tiles import shift_of
 from fastspec.kernels.common.gluon_compat import REINTERPRETS, load_block, thread_barrier
 
+ROWS = gl.constexpr(64)  # rows of the product of a group of warps
+WARPS = gl.constexpr(4)  # warps of a group that multiplies
 WIDTH = gl.constexpr(64)  # 16-bit values in 128 bytes: the row size in shared memory that wgmma needs
 WIDENING_WARPS = gl.constexpr(4)  # warps that convert tiles from 8 bits to 16: one per scheduler of an SM
 
@@ -63,6 +65,12 @@ class Share(NamedTuple):
 
 
 @gluon.constexpr_function
+def sums_layout(columns):
+    """Returns the register layout of wgmma results [ROWS, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
 def piece_of(PAGE_SIZE, KEYS):
     """Returns the number of keys that one TMA copy loads.
 
@@ -103,6 +111,25 @@ def in_pieces(memory, PIECE: gl.constexpr, NARROW: gl.constexpr = False):
         return memory.reinterpret(memory.dtype, [count, PIECE, WIDE], layout)
     else:
         return memory._reinterpret(memory.dtype, [count, PIECE, WIDE], layout)
+
+
+@gluon.jit
+def clear_tail(tile, count):
+    """Sets the rows of a V tile in shared memory to zero, from row `count` on.
+
+    Cache slots after the newest key may hold NaN, and NaN times a weight of 0 is NaN.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout)), 1)
+    tile.store(gl.where(row < count, tile.load(layout), 0.0))
+
+
+@gluon.jit
+def products(q, keys):
+    """Starts the asynchronous product q K^T, [ROWS, KEYS], of queries with a tile of keys."""
+    KEYS: gl.constexpr = keys.shape[0]
+    nothing = gl.zeros([ROWS, KEYS], gl.float32, sums_layout(KEYS))
+    return warpgroup_mma(q, keys.permute((1, 0)), nothing, is_async=True)
 
 
 @gluon.jit

@@ -54,56 +54,33 @@ from fastspec.kernels.attention.decode.query_rows import (
     slots_of,
 )
 from fastspec.kernels.attention.decode.tma_parts import (
+    ROWS,
+    WARPS,
     WIDENING_WARPS,
     WIDTH,
     Pipeline,
     Share,
+    clear_tail,
     in_pieces,
     keys_of,
     load_and_widen,
     load_tiles,
     masked,
     power,
+    products,
     rescaled,
     split_number,
     splits_of,
+    sums_layout,
     tile_layout,
 )
 from fastspec.kernels.common.gluon_compat import thread_barrier
-
-ROWS = gl.constexpr(64)  # rows of a warp group's product
-WARPS = gl.constexpr(4)  # warps that multiply
-
-
-@gluon.constexpr_function
-def _sums_layout(columns):
-    """Returns the register layout of wgmma results [ROWS, columns]."""
-    return gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, columns, 16])
 
 
 @gluon.jit
 def _fence_stored():
     """Makes this thread's stores visible to TMA copies that start after a barrier (proxy fence)."""
     gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _clear_tail(tile, count):
-    """Sets the rows of a V tile in shared memory to zero, from row `count` on.
-
-    Cache slots after the newest key may hold NaN, and NaN times a weight of 0 is NaN.
-    """
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    row = gl.expand_dims(gl.arange(0, tile.shape[0], layout=gl.SliceLayout(1, layout)), 1)
-    tile.store(gl.where(row < count, tile.load(layout), 0.0))
-
-
-@gluon.jit
-def _products(q, keys):
-    """Starts the asynchronous product q K^T, [ROWS, KEYS], of queries with a tile of keys."""
-    KEYS: gl.constexpr = keys.shape[0]
-    nothing = gl.zeros([ROWS, KEYS], gl.float32, _sums_layout(KEYS))
-    return warpgroup_mma(q, keys.permute((1, 0)), nothing, is_async=True)
 
 
 @gluon.jit
@@ -124,8 +101,8 @@ def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
 
     top [ROWS] is the largest score, total [ROWS] the sum of weights, and out [ROWS, D] the sum of weighted values.
     """
-    row: gl.constexpr = gl.SliceLayout(1, _sums_layout(KEYS))
-    out = gl.zeros([ROWS, D], gl.float32, _sums_layout(D))
+    row: gl.constexpr = gl.SliceLayout(1, sums_layout(KEYS))
+    out = gl.zeros([ROWS, D], gl.float32, sums_layout(D))
     return gl.full([ROWS], -float("inf"), gl.float32, row), gl.zeros([ROWS], gl.float32, row), out
 
 
@@ -150,7 +127,7 @@ def _attend_splits(
     STAGES: gl.constexpr = tiles.shape[0]
     KEYS: gl.constexpr = tiles.shape[1]
     D: gl.constexpr = tiles.shape[2]
-    sums: gl.constexpr = gl.SliceLayout(1, _sums_layout(D))
+    sums: gl.constexpr = gl.SliceLayout(1, sums_layout(D))
     rows = num_queries * GROUP
     row = tile * ROWS + gl.arange(0, ROWS, layout=sums)
     nodes, base = num_pairs * splits * rows, (batch * KV_HEADS + kv_head) * splits * rows
@@ -158,7 +135,7 @@ def _attend_splits(
     q = qs.index(0)
     step = 0
     mbarrier.wait(full.index(0), 0)
-    scores = warpgroup_mma_wait(0, deps=(_products(q, tiles.index(0)),))
+    scores = warpgroup_mma_wait(0, deps=(products(q, tiles.index(0)),))
     thread_barrier()
     mbarrier.arrive(free.index(0), count=1)
     for i in range(share.mine):
@@ -170,7 +147,7 @@ def _attend_splits(
             following = gl.where((here + KEYS < end) | (i + 1 < share.mine), step + 2, step)
             k_place, v_place = following % STAGES, (step + 1) % STAGES
             mbarrier.wait(full.index(k_place), following // STAGES & 1)
-            ahead = _products(q, tiles.index(k_place))
+            ahead = products(q, tiles.index(k_place))
             scale = scoring.factor
             if scoring.cap is not None:
                 scores, scale = scoring.cap * tanh(scores * scale), 1.0
@@ -179,12 +156,12 @@ def _attend_splits(
             top, shift, fade = rescaled(top, scores, scale)
             weights = power(gl.fma(scores, gl.full_like(scores, scale), gl.expand_dims(-shift, 1)))
             total = total * fade + gl.sum(weights, axis=1)
-            left = gl.convert_layout(weights.to(tiles.dtype), gl.DotOperandLayout(0, _sums_layout(D), 2))
+            left = gl.convert_layout(weights.to(tiles.dtype), gl.DotOperandLayout(0, sums_layout(D), 2))
             out = out * gl.expand_dims(gl.convert_layout(fade, sums), 1)
             values = tiles.index(v_place)
             mbarrier.wait(full.index(v_place), (step + 1) // STAGES & 1)
             if here + KEYS > share.stop:
-                _clear_tail(values, share.stop - here)
+                clear_tail(values, share.stop - here)
                 fence_async_shared()
                 thread_barrier()
             out = warpgroup_mma(left, values, out, is_async=True)
@@ -252,7 +229,7 @@ def _consumer(
     at = batch * num_queries + row // GROUP
     q_position = gl.load(tokens.positions + at, mask=valid, other=0, cache_modifier=".cg")
     cos_sin = angles(q_position, valid, tokens, HALF, head_of)
-    own = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, _sums_layout(KEYS)))
+    own = tile * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, sums_layout(KEYS)))
     at_own = batch * num_queries + own // GROUP
     # -1: a padding row sees no key
     position = gl.load(tokens.positions + at_own, mask=own < rows, other=-1, cache_modifier=".cg")
