@@ -118,7 +118,7 @@ def attention_prompt(arch: int) -> Calls:
     for size, width in TILES:
         for variant in (PLAIN, FULL):
             yield f"prompt {DTYPES[size]} {width}", partial(_attend, DTYPES[size], width, variant, (64, 1), (0, 8))
-    for width in (64, 128) if arch == 90 else ():
+    for width in (64, 128, 256) if arch == 90 else ():
         for variant in (PLAIN, (*FULL[:3], 0)):
             yield f"long prompt {width}", partial(_attend, BF16, width, variant, (2048, 1), (0, 8))
     yield "keys and values alone", _stored

@@ -32,7 +32,8 @@ SPILLS = {
     ("batch_kernel", 255): 48,  # three groups, two splits at once, on sm_100; 40 on sm_90
     ("shares_kernel", 128): 112,  # of heads of 64; 96 without a window: with one not timed
     ("_flash_kernel", 255): 56,  # heads of 96 and 128
-    ("chunk_kernel", 168): 112,  # with a window; 8 without
+    ("chunk_kernel", 168): 232,  # heads of 256 with a window, 168 without; of 128 112 and 8; outside of the loops
+    ("chunk_kernel", 240): 72,  # heads of 256
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
     ("_distribution_kernel", None): 72,

@@ -128,12 +128,12 @@ class ChunkTile:
     registers: int
 
 
-CHUNK_ROWS = 64
-CHUNK_KEYS = 128
-# one CTA on an SM; two of one group each
+CHUNK_ROWS = 64  # query tokens of a group of warps [ROWS]
+# by head_dim: a launch of two groups, and one of one group, of which two CTAs fit on an SM if head_dim is below 256
 CHUNK_TILES = {
-    64: (ChunkTile(2, CHUNK_KEYS, 8, 168), ChunkTile(1, CHUNK_KEYS, 4, 128)),
-    128: (ChunkTile(2, CHUNK_KEYS, 4, 168), ChunkTile(1, CHUNK_KEYS, 2, 128)),
+    64: (ChunkTile(2, 128, 8, 168), ChunkTile(1, 128, 4, 128)),
+    128: (ChunkTile(2, 128, 4, 168), ChunkTile(1, 128, 2, 128)),
+    256: (ChunkTile(2, 64, 4, 168), ChunkTile(1, 64, 4, 240)),
 }
 
 

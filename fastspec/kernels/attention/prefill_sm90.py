@@ -1,7 +1,7 @@
 """Causal attention of prefill chunks on sm_90: TMA loads K and V, wgmma multiplies.
 
 For meaning, shapes and dtypes of the arguments see prefill.py, which calls `attend_chunk` for a cache with 16 bits and
-heads of size 64 or 128. A CTA takes a tile of query tokens of one head:
+heads of size 64, 128 or 256. A CTA takes a tile of query tokens of one head:
 
     loading warp      TMA copies of K0, V0, K1, V1, ... -> ring of STAGES tiles [KEYS, D] in shared memory
     groups of 4 warps scores [ROWS, KEYS] = q [ROWS, D] K^T;   out [ROWS, D] += weights [ROWS, KEYS] V    (wgmma)
@@ -59,12 +59,12 @@ from fastspec.shapes import KEY_BLOCK
 _LOG2E = gl.constexpr(LOG2E)
 
 
-class Tokens(NamedTuple):
+class ChunkTokens(NamedTuple):
     """The query tokens of a CTA: one head of one batch row.
 
     Attributes:
         queries, out: element 0 of this head of the batch row's first token.
-        positions: of the batch row's tokens.
+        positions: position of each token of the batch row.
         count: number of the batch row's tokens.
         head: index of the query head.
     """
@@ -174,7 +174,7 @@ def _multiply(q, pipeline, tokens, first, keys, scoring, STRIDE: gl.constexpr, W
     Args:
         q: shared memory for the queries [ROWS, D].
         pipeline: `Pipeline` of tiles of K and V.
-        tokens, keys: `Tokens` and `Keys` of the CTA.
+        tokens, keys: `ChunkTokens` and `Keys` of the CTA.
         first: number of the group's first token.
         STRIDE: elements from one token to the next.
     """
@@ -273,7 +273,7 @@ def chunk_kernel(
     pipeline = Pipeline(tiles, full, free, None)
     STRIDE: gl.constexpr = KV_HEADS * GROUP * D
     place = batch * num_queries * STRIDE + head * D
-    tokens = Tokens(
+    tokens = ChunkTokens(
         query_ptr + place, out_ptr + place, position_ptr + batch * num_queries, num_queries, head
     )  # fmt: skip
     keys = Keys(begin, whole, newest + 1)

@@ -46,6 +46,7 @@ CASES = {
     "one block": ({"lengths": [5], "queries": 5, "dim": 64}, AttentionRule(), False),
     "a tail, and rows of other lengths": ({"lengths": [300, 129], "queries": 70, "dim": 64}, AttentionRule(), False),
     "pages of 8": ({"lengths": [200], "queries": 130, "dim": 128, "page_size": 8}, AttentionRule(), False),
+    "heads of 256": ({"lengths": [90], "queries": 70, "dim": 256}, AttentionRule(), False),
     "a window": ({"lengths": [330], "queries": 70, "dim": 64}, AttentionRule(window=100), False),
     "softcap and sinks": ({"lengths": [150], "queries": 66, "dim": 64}, AttentionRule(None, 0.2, 20.0), True),
 }
@@ -82,7 +83,7 @@ def test_bits_depend_on_no_launch(rule: AttentionRule, device: str, monkeypatch:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (64, BF16), (128, torch.float16)])
+@pytest.mark.parametrize(("dim", "dtype"), [(128, BF16), (64, BF16), (256, BF16), (128, torch.float16)])
 def test_long_prompts_on_a_gpu(dim: int, dtype: torch.dtype) -> None:
     """Errs by no more than the kernel of other GPUs, and by both launches has the same bits."""
     given = case("cuda", dtype=dtype, lengths=[5000], queries=2048, heads=8, dim=dim, page_size=64)
