@@ -16,10 +16,18 @@ def let_dots_be_row_invariant() -> None:
     from triton.runtime import interpreter
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+        product = np.matmul(*(_numbers(interpreter, each).astype(np.float64) for each in (a, b)))
         return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
 
     interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def _numbers(interpreter: Any, handle: Any) -> Any:
+    """Numbers of a tensor. Those of bf16 are kept as their bits."""
+    language = interpreter.tl
+    if handle.dtype.scalar != language.bfloat16:
+        return handle.data
+    return interpreter._convert_float(handle.data, language.bfloat16, language.float32, None).view(np.float32)
 
 
 def let_conditions_be_booleans() -> None:

@@ -36,6 +36,26 @@ class StateSlots(NamedTuple):
     write_mask: Any
 
 
+class ScanWeights(NamedTuple):
+    """Weights of the recurrence of Mamba-1 or Mamba-2, as kernel arguments.
+
+    Attributes:
+        decay: fp32 [heads]; of Mamba-1 [channels, state_dim].
+        step, skip: fp32 [heads]; of Mamba-1 [channels].
+    """
+
+    decay: Any
+    step: Any
+    skip: Any
+
+
+class StepLimits(NamedTuple):
+    """Lower and upper limit of the step size (delta of Mamba) after softplus, as kernel arguments."""
+
+    least: Any
+    highest: Any
+
+
 @triton.jit
 def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
     """Returns the index of a row's first unmasked token, and the number of the row's unmasked tokens.
@@ -56,6 +76,17 @@ def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
 def sigmoid(x):
     """Computes 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """Computes log(1 + exp(x)), without loss of digits for small exp(x). For x > 20 the result is x."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    whole = 1.0 + power
+    lost = whole - 1.0
+    small = lost == 0.0
+    log = tl.where(small, power, tl.log(whole) * (power / tl.where(small, 1.0, lost)))
+    return tl.where(x > 20.0, x, log)
 
 
 @triton.jit

@@ -16,10 +16,11 @@
 2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row; all channels of Mamba-1 are one head. It keeps its
    part of the state in registers, and processes the tokens of the pass one after the other. It loads a token while it
    computes the token before.
-3. `_keep_kernel` of prompt.py stores the convolution's inputs for the last tokens of a prefill pass.
+3. `_prompt_mamba_kernel` of mamba_prompt.py takes the place of 2 in prefill passes of Mamba-2.
+4. `_keep_kernel` of prompt.py stores the convolution's inputs for the last tokens of a prefill pass.
 
-Batch invariance. Decode steps and prefill passes run the same machine code of 1 and 2. So a token has the same bits in
-both.
+Batch invariance. Decode steps and prefill passes run the same machine code of 1, and of 2 in Mamba-1. So a token has
+the same bits in both.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch
-from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, span
+from fastspec.kernels.recurrent.mamba_prompt import mamba_in_chunks
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, ScanWeights, StateSlots, StepLimits, softplus, span
 from fastspec.kernels.recurrent.prompt import store_inputs
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.state_space import StateParts
@@ -60,26 +62,6 @@ class ConvWeights(NamedTuple):
 
     conv: Any
     bias: Any
-
-
-class ScanWeights(NamedTuple):
-    """Weights of the recurrence of Mamba-1 or Mamba-2, as kernel arguments.
-
-    Attributes:
-        decay: fp32 [heads]; of Mamba-1 [channels, state_dim].
-        step, skip: fp32 [heads]; of Mamba-1 [channels].
-    """
-
-    decay: Any
-    step: Any
-    skip: Any
-
-
-class StepLimits(NamedTuple):
-    """Lower and upper limit of the step size (delta of Mamba) after softplus, as kernel arguments."""
-
-    least: Any
-    highest: Any
 
 
 @triton.jit
@@ -167,17 +149,6 @@ def _conv_kernel(
     tl.store(to + every[:, None] * CHANNELS, tl.zeros([TOKENS, BLOCK], dtype), mask=masked[:, None] & inside[None, :])
 
 
-@triton.jit
-def _softplus(x):
-    """Computes log(1 + exp(x)), without loss of digits for small exp(x). For x > 20 the result is x."""
-    power = tl.exp(tl.minimum(x, 20.0))
-    whole = 1.0 + power
-    lost = whole - 1.0
-    small = lost == 0.0
-    log = tl.where(small, power, tl.log(whole) * (power / tl.where(small, 1.0, lost)))
-    return tl.where(x > 20.0, x, log)
-
-
 @triton.jit(do_not_specialize=["num_tokens", "every", "keeps"])
 def _mamba_kernel(
     mixed_ptr,  # [B, Q, CHANNELS]: x, B and C, after the convolution
@@ -243,7 +214,7 @@ def _mamba_kernel(
     step_next = tl.load(step_ptr, mask=has_step & (count > 0), other=0.0)
     for t in range(0, count):
         x, b, c = x_next.to(tl.float32), b_next.to(tl.float32), c_next.to(tl.float32)
-        step = _softplus(step_next.to(tl.float32) + more)
+        step = softplus(step_next.to(tl.float32) + more)
         # the next token is loaded while this one is computed
         after, follows = t + 1, t + 1 < count
         x_next = tl.load(mixed_ptr + after * CHANNELS + x_at, mask=has_value & follows, other=0.0)
@@ -356,7 +327,8 @@ def mamba(
     _check(product, layer, slots, rule, kept)
     shapes = dict.fromkeys(ScanWeights._fields, (rule.heads,))
     mixed = _convolved(product, layer, slots, rule, kept)
-    return _scanned(mixed, product, _scan_weights(layer, shapes), slots, rule, kept)
+    scan = _scanned if product.shape[1] <= states.shape[1] else mamba_in_chunks
+    return scan(mixed, product, _scan_weights(layer, shapes), slots, rule, kept)
 
 
 def selective_scan(
