@@ -1,4 +1,8 @@
-"""Mamba-2 for the many tokens of a prefill pass, in chunks of positions, by products on tensor cores.
+"""Mamba-2 for the many tokens of a prefill pass, in chunks of positions, by two launches.
+
+1. `_inside_mamba_kernel`: computes what the tokens of a chunk add to each other's outputs, for all chunks in parallel.
+2. `_across_mamba_kernel`: a CTA processes the chunks of a row, one after the other. It has BLOCK elements of one head,
+   and keeps its part of the state in registers. It adds what the state before a chunk gives to the outputs.
 
 The formulas are those of Mamba-2 (arXiv 2405.21060, section 6). S is the state before a chunk. Token t has x_t, B_t,
 C_t and the time step d_t, and a_t = -rate d_t is the logarithm of its decay. g_t is the sum of a_j over j <= t. For
@@ -7,24 +11,21 @@ i <= t:
     out_t = e^g_t S C_t + sum over i <= t of (C_t . B_i) e^(g_t - g_i) d_i x_i + skip x_t
     S'    = e^g_last S + sum over i of e^(g_last - g_i) d_i x_i B_i^T
 
-`_prompt_mamba_kernel` has a CTA for BLOCK elements of one head of one row. It keeps its part of the state in registers,
-and processes the chunks of the pass one after the other.
-
-Precision. x, B and C have the dtype of the product, so tensor cores multiply C and B without loss. In each other product
-one factor is fp32. With bf16 it is split into parts of 8 bits each, and each part is multiplied. The new state gets three
-parts, which are all bits of fp32: errors of a state would stay in it for the rest of the text. The output gets two parts,
-whose error is 2^-17 of a factor: it is rounded to bf16 at once.
+Precision. x, B and C have the dtype of the product, so tensor cores multiply B and C without loss. In each other product
+one factor is fp32. With bf16 it is split into parts of 8 bits, and each part is multiplied. The new state gets three
+parts, which are all bits of fp32: an error of a state would stay in it for the rest of the text. The output gets two
+parts, whose error is 2^-17 of a factor: it is rounded to bf16 at once.
 
 g_t may be far larger than a difference g_t - g_i. So it is added up in fp64, and kept as two fp32 numbers. A difference
 then has the error of one rounding to fp32.
 
-Chunks begin at multiples of CHUNK, as in prompt.py. A missing or masked token has step 0, so it changes nothing. If each
+Chunks begin at multiples of C, as in prompt.py. A missing or masked token has step 0, so it changes nothing. If each
 pass begins at the start of a chunk, a token's bits do not depend on how a prompt is cut into passes.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -36,27 +37,44 @@ from fastspec.kernels.recurrent.parts import OF_PROMPTS, ScanWeights, StateSlots
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import MambaRule
 
-OUT_PARTS, STATE_PARTS = tl.constexpr(2), tl.constexpr(3)
+_OUT_PARTS, _STATE_PARTS = tl.constexpr(2), tl.constexpr(3)  # parts of a factor in fp32, see above
+_VALUES = 64  # elements of a head that `_inside_mamba_kernel` multiplies at a time
+
+
+class Inside(NamedTuple):
+    """Results of `_inside_mamba_kernel`, in fp32, for chunks of C = CHUNK positions. The formulas have the letters.
+
+    Attributes:
+        out: the outputs without the state's part, [B, Q, values].
+        total: e^g, [B, chunks, heads, C].
+        left: e^(g_last - g) d, [B, chunks, heads, C].
+    """
+
+    out: Any
+    total: Any
+    left: Any
 
 
 class MambaPlan(NamedTuple):
-    """Launch configuration of `_prompt_mamba_kernel`.
+    """Launch configuration of a prefill pass.
 
     Attributes:
         chunk: number of positions in a chunk, a divisor of DELTA_CHUNK.
-        block: number of elements of a head in a CTA.
-        warps, stages: `num_warps` and `num_stages` of the launch.
+        block: number of elements of a head in a CTA of `_across_mamba_kernel`.
+        inside_warps, across_warps: number of warps of each kernel.
+        stages: `num_stages` of `_across_mamba_kernel`.
     """
 
     chunk: int
     block: int
-    warps: int
+    inside_warps: int
+    across_warps: int
     stages: int
 
 
-IN_16_BITS = MambaPlan(chunk=64, block=32, warps=4, stages=2)
-WIDE_IN_16_BITS = MambaPlan(chunk=32, block=32, warps=4, stages=2)  # for more than 128 elements of B
-IN_FP32 = MambaPlan(chunk=16, block=16, warps=8, stages=1)
+IN_16_BITS = MambaPlan(chunk=64, block=32, inside_warps=4, across_warps=8, stages=2)
+WIDE_IN_16_BITS = MambaPlan(chunk=32, block=32, inside_warps=4, across_warps=8, stages=2)  # more than 128 elements of B
+IN_FP32 = MambaPlan(chunk=16, block=16, inside_warps=8, across_warps=8, stages=1)
 
 
 @triton.jit
@@ -93,21 +111,82 @@ def _split_right(a, b, PARTS: tl.constexpr):
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "keeps"])
-def _prompt_mamba_kernel(
+@triton.jit(do_not_specialize=["num_tokens"])
+def _inside_mamba_kernel(
     mixed_ptr,  # [B, Q, CHANNELS]: x, B and C, after the convolution
     product_ptr,  # [B, Q, ROWS]: its last values are the steps of the heads
     weights,  # ScanWeights
     slots,  # StateSlots
-    kept,  # KeptState
+    inside,  # Inside
     limits,  # StepLimits
+    num_tokens,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STATE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the tensors of `Inside` for one chunk and head. The grid is (chunk, head, row)."""
+    VALUES: tl.constexpr = HEADS * HEAD_DIM
+    CHANNELS: tl.constexpr = VALUES + 2 * GROUPS * STATE_DIM
+    ROWS: tl.constexpr = VALUES + CHANNELS + HEADS
+    piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    begin = (start // CHUNK + piece) * CHUNK - start  # chunks lie on a grid of positions
+    if begin < count:
+        line, key = tl.arange(0, CHUNK), tl.arange(0, KEYS)
+        token = begin + line
+        there = (token >= 0) & (token < count)
+        at = row * num_tokens + first + token
+        step = tl.load(product_ptr + at * ROWS + (ROWS - HEADS) + head, mask=there, other=0.0).to(tl.float32)
+        step = softplus(step + tl.load(weights.step + head))
+        step = tl.where(there, tl.minimum(tl.maximum(step, limits.least), limits.highest), 0.0)
+        rate = tl.exp(tl.load(weights.decay + head))
+        decay = tl.cumsum((-rate * step).to(tl.float64), axis=0)
+        high = decay.to(tl.float32)
+        low = (decay - high.to(tl.float64)).to(tl.float32)
+        to = ((row * tl.num_programs(0) + piece) * HEADS + head) * CHUNK + line
+        tl.store(inside.total + to, tl.exp(high))
+        newest = line == CHUNK - 1
+        last_high = tl.sum(tl.where(newest, high, 0.0), axis=0)
+        last_low = tl.sum(tl.where(newest, low, 0.0), axis=0)
+        tl.store(inside.left + to, tl.exp((last_high - high) + (last_low - low)) * step)
+        of_group = (at * CHANNELS)[:, None] + (VALUES + head // (HEADS // GROUPS) * STATE_DIM + key)[None, :]
+        wanted = there[:, None] & (key < STATE_DIM)[None, :]
+        b = tl.load(mixed_ptr + of_group, mask=wanted, other=0.0)
+        c = tl.load(mixed_ptr + of_group + GROUPS * STATE_DIM, mask=wanted, other=0.0)
+        seen = line[:, None] >= line[None, :]
+        since = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])  # g_t - g_i at [t, i]
+        scores = tl.dot(c, tl.trans(b), input_precision="ieee")
+        scores = tl.where(seen, scores * tl.exp(tl.where(seen, since, 0.0)) * step[None, :], 0.0)
+        skip = tl.load(weights.skip + head)
+        for block in tl.static_range(0, HEAD_DIM, BLOCK):
+            value = block + tl.arange(0, BLOCK)
+            counts = there[:, None] & (value < HEAD_DIM)[None, :]
+            of_value = (head * HEAD_DIM + value)[None, :]
+            x = tl.load(mixed_ptr + (at * CHANNELS)[:, None] + of_value, mask=counts, other=0.0)
+            out = _split_left(scores, x, _OUT_PARTS) + skip * x.to(tl.float32)
+            tl.store(inside.out + (at * VALUES)[:, None] + of_value, out, mask=counts)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pieces", "keeps"])
+def _across_mamba_kernel(
+    mixed_ptr,  # [B, Q, CHANNELS]: x, B and C, after the convolution
+    slots,  # StateSlots
+    inside,  # Inside
+    kept,  # KeptState
     out_ptr,
     num_tokens,
+    num_pieces,
     keeps,  # 1: the state after `kept.at` positions is stored in `kept`
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     GROUPS: tl.constexpr,
     STATE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
     SLOTS: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -118,9 +197,7 @@ def _prompt_mamba_kernel(
     """
     VALUES: tl.constexpr = HEADS * HEAD_DIM
     CHANNELS: tl.constexpr = VALUES + 2 * GROUPS * STATE_DIM
-    ROWS: tl.constexpr = VALUES + CHANNELS + HEADS
     SIZE: tl.constexpr = HEAD_DIM * STATE_DIM
-    KEYS: tl.constexpr = triton.next_power_of_2(STATE_DIM) if STATE_DIM > 16 else 16
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line, key = tl.arange(0, CHUNK), tl.arange(0, KEYS)
     value = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -132,51 +209,40 @@ def _prompt_mamba_kernel(
     start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     known = whole & (start > 0) & (count > 0)
     state = tl.load(states_ptr + (start + SLOTS - 1) % SLOTS * (HEADS * SIZE) + within, mask=known, other=0.0)
-    rate = tl.exp(tl.load(weights.decay + head))
-    more, skip = tl.load(weights.step + head), tl.load(weights.skip + head)
     keep_at = tl.load(kept.at)
     of_group = VALUES + head // (HEADS // GROUPS) * STATE_DIM + key
-    begin = start // CHUNK * CHUNK - start  # chunks lie on a grid of positions
+    of_value = head * HEAD_DIM + value
+    begin = start // CHUNK * CHUNK - start
     mixed_ptr += (row * num_tokens + first) * CHANNELS
-    product_ptr += (row * num_tokens + first) * ROWS + (ROWS - HEADS) + head
-    to = out_ptr + row * num_tokens * VALUES + head * HEAD_DIM + value[None, :]
-    seen = line[:, None] >= line[None, :]
+    base = (row * num_tokens + first) * VALUES
     for piece in range(0, tl.cdiv(count - begin, CHUNK)):
         token = begin + piece * CHUNK + line
         there = (token >= 0) & (token < count)
-        wanted = there[:, None] & has_key[None, :]
+        wanted, counts = there[:, None] & has_key[None, :], there[:, None] & has_value[None, :]
         lines = mixed_ptr + token[:, None] * CHANNELS
-        b = tl.load(lines + of_group[None, :], mask=wanted, other=0.0)  # [CHUNK, KEYS]
-        c = tl.load(lines + (of_group + GROUPS * STATE_DIM)[None, :], mask=wanted, other=0.0)
-        counts = there[:, None] & has_value[None, :]
-        x = tl.load(lines + (head * HEAD_DIM + value)[None, :], mask=counts, other=0.0)  # [CHUNK, BLOCK]
-        step = softplus(tl.load(product_ptr + token * ROWS, mask=there, other=0.0).to(tl.float32) + more)
-        step = tl.where(there, tl.minimum(tl.maximum(step, limits.least), limits.highest), 0.0)
-        decay = tl.cumsum((-rate * step).to(tl.float64), axis=0)
-        high = decay.to(tl.float32)
-        low = (decay - high.to(tl.float64)).to(tl.float32)
-        since = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])  # g_t - g_i at [t, i]
-        factors = tl.where(seen, tl.exp(tl.where(seen, since, 0.0)) * step[None, :], 0.0)
-        scores = tl.dot(c, tl.trans(b), input_precision="ieee") * factors
-        out = _split_right(c, state, OUT_PARTS) * tl.exp(high)[:, None]
-        out += _split_left(scores, x, OUT_PARTS)
-        out += skip * x.to(tl.float32)
-        tl.store(to + (first + token)[:, None] * VALUES, out.to(out_ptr.dtype.element_ty), mask=counts)
-        last_high = tl.sum(tl.where(line == CHUNK - 1, high, 0.0), axis=0)
-        last_low = tl.sum(tl.where(line == CHUNK - 1, low, 0.0), axis=0)
-        left = tl.exp((last_high - high) + (last_low - low)) * step
-        new = _split_right(tl.trans(b), x.to(tl.float32) * left[:, None], STATE_PARTS)
-        state = state * tl.exp(last_high) + new
+        c = tl.load(lines + (of_group + GROUPS * STATE_DIM)[None, :], mask=wanted, other=0.0)  # [CHUNK, KEYS]
+        b = tl.load(lines + of_group[None, :], mask=wanted, other=0.0)
+        x = tl.load(lines + of_value[None, :], mask=counts, other=0.0)  # [CHUNK, BLOCK]
+        place = ((row * num_pieces + piece) * HEADS + head) * CHUNK
+        total = tl.load(inside.total + place + line)
+        out = _split_right(c, state, _OUT_PARTS) * total[:, None]
+        of_out = base + token[:, None] * VALUES + of_value[None, :]
+        out += tl.load(inside.out + of_out, mask=counts, other=0.0)
+        tl.store(out_ptr + of_out, out.to(out_ptr.dtype.element_ty), mask=counts)
+        left = x.to(tl.float32) * tl.load(inside.left + place + line)[:, None]
+        new = _split_right(tl.trans(b), left, _STATE_PARTS)
+        state = state * tl.load(inside.total + place + CHUNK - 1) + new
         ended = start + begin + (piece + 1) * CHUNK
-        reached = (keeps != 0) & (ended == keep_at) & (ended <= start + count)
-        tl.store(kept.state + head * SIZE + within, state, mask=whole & reached)
+        if (keeps != 0) & (ended == keep_at) & (ended <= start + count):
+            tl.store(kept.state + head * SIZE + within, state, mask=whole)
     newest = (start + count + SLOTS - 1) % SLOTS * (HEADS * SIZE)
     tl.store(states_ptr + newest + within, state, mask=whole & (count > 0))
     nothing = tl.zeros([CHUNK, BLOCK], out_ptr.dtype.element_ty)  # finite: the next product reads masked tokens
     for begin_at in range(0, num_tokens, CHUNK):
         t = begin_at + line
         masked = ((t < first) | (t >= first + count)) & (t < num_tokens)
-        tl.store(to + t[:, None] * VALUES, nothing, mask=masked[:, None] & has_value[None, :])
+        of_masked = (row * num_tokens + t)[:, None] * VALUES + of_value[None, :]
+        tl.store(out_ptr + of_masked, nothing, mask=masked[:, None] & has_value[None, :])
 
 
 def plan_of(rule: MambaRule, dtype: torch.dtype) -> MambaPlan:
@@ -206,28 +272,49 @@ def mamba_in_chunks(
         plan: launch configuration. None: `plan_of`.
     """
     batch, tokens = slots.positions.shape
-    out = product.new_empty(batch, tokens, rule.values)
     plan = plan or plan_of(rule, product.dtype)
+    pieces = triton.cdiv(tokens + plan.chunk - 1, plan.chunk)
+    out, wide = product.new_empty(batch, tokens, rule.values), {"dtype": torch.float32, "device": product.device}
+    total = torch.empty(batch, pieces, rule.heads, plan.chunk, **wide)
+    inside = Inside(torch.empty(batch, tokens, rule.values, **wide), total, torch.empty_like(total))
+    sizes = {
+        "HEADS": rule.heads,
+        "HEAD_DIM": rule.head_dim,
+        "GROUPS": rule.groups,
+        "STATE_DIM": rule.state_dim,
+        "KEYS": max(16, triton.next_power_of_2(rule.state_dim)),  # tensor cores multiply 16 at a time
+        "CHUNK": plan.chunk,
+    }
     launch(
-        _prompt_mamba_kernel,
-        (batch, rule.heads, triton.cdiv(rule.head_dim, plan.block)),
+        _inside_mamba_kernel,
+        (pieces, rule.heads, batch),
         mixed,
         product,
         weights,
         slots,
-        KeptState(slots.state_rows, slots.states, slots.inputs) if kept is None else kept,
+        inside,
         StepLimits(rule.least_step, rule.most_step),
+        tokens,
+        **sizes,
+        BLOCK=min(_VALUES, max(16, triton.next_power_of_2(rule.head_dim))),
+        num_warps=plan.inside_warps,
+        enable_fp_fusion=False,
+    )
+    launch(
+        _across_mamba_kernel,
+        (batch, rule.heads, triton.cdiv(rule.head_dim, plan.block)),
+        mixed,
+        slots,
+        inside,
+        KeptState(slots.state_rows, slots.states, slots.inputs) if kept is None else kept,
         out,
         tokens,
+        pieces,
         int(kept is not None),
-        HEADS=rule.heads,
-        HEAD_DIM=rule.head_dim,
-        GROUPS=rule.groups,
-        STATE_DIM=rule.state_dim,
+        **sizes,
         SLOTS=slots.states.shape[1],
-        CHUNK=plan.chunk,
         BLOCK=plan.block,
-        num_warps=plan.warps,
+        num_warps=plan.across_warps,
         num_stages=plan.stages,
         enable_fp_fusion=False,
     )
