@@ -327,8 +327,8 @@ def mamba(
     _check(product, layer, slots, rule, kept)
     shapes = dict.fromkeys(ScanWeights._fields, (rule.heads,))
     mixed = _convolved(product, layer, slots, rule, kept)
-    scan = _scanned if product.shape[1] <= states.shape[1] else mamba_in_chunks
-    return scan(mixed, product, _scan_weights(layer, shapes), slots, rule, kept)
+    scan = scanned if product.shape[1] <= states.shape[1] else mamba_in_chunks
+    return scan(mixed, product, scan_weights(layer, shapes), slots, rule, kept)
 
 
 def selective_scan(
@@ -359,13 +359,13 @@ def selective_scan(
     check("steps", steps, (batch, tokens, rule.channels), mixed.dtype)
     check("states", states, (*states.shape[:2], *rule.state_shape), torch.float32)
     of_channels = (rule.channels,)
-    weights = _scan_weights(layer, {"decay": rule.state_shape, "step": of_channels, "skip": of_channels})
+    weights = scan_weights(layer, {"decay": rule.state_shape, "step": of_channels, "skip": of_channels})
     # `mixed` is not read as inputs; it has their dtype, so that decode and prefill passes run the same machine code
     slots = StateSlots(states, mixed, state_rows, positions, write_mask)
-    return _scanned(mixed, steps, weights, slots, rule, kept)
+    return scanned(mixed, steps, weights, slots, rule, kept)
 
 
-def _scanned(
+def scanned(
     mixed: Tensor,
     product: Tensor,
     weights: ScanWeights,
@@ -493,7 +493,7 @@ def _convolved(
     return out
 
 
-def _scan_weights(layer: StateParts, shapes: Mapping[str, tuple[int, ...]]) -> ScanWeights:
+def scan_weights(layer: StateParts, shapes: Mapping[str, tuple[int, ...]]) -> ScanWeights:
     """Checks that the layer's weights of the recurrence are fp32 and have `shapes` (by name), and returns them."""
     found = {name: getattr(layer, name) for name in ScanWeights._fields}
     for name, weight in found.items():
