@@ -16,6 +16,7 @@ import argparse
 import json
 import math
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fastspec.kernels.common.launch import compiling
 from fastspec.kernels.recurrent.mamba_prompt import MambaPlan, mamba_in_chunks, plan_of
 from fastspec.kernels.recurrent.parts import ScanWeights, StateSlots
 from fastspec.kernels.recurrent.state_space import mamba, scanned
@@ -133,6 +135,10 @@ def shape_rows(
     given = mixed, product, layer.scan()
     chunks = partial(mamba_in_chunks, *given, slots, rule, None)
     by_token = partial(scanned, *given, other, rule, None)
+    plans = SWEEP if sweep else ()
+    with compiling() if device.type == "cuda" else nullcontext():
+        for call in (chunks, by_token, *(partial(chunks, plan) for plan in plans)):
+            call()
     took, slow = time(chunks), time(by_token)
     whole = time(partial(mamba, product, layer, *slots_of(rule, batch, 0, tokens, device), rule))
     wanted = exact(mixed, product, layer, rule)
@@ -147,8 +153,8 @@ def shape_rows(
         **{f"token_{key}": float(f"{value:.2e}") for key, value in old.items()},
         "bits_equal": all(torch.equal(a, b) for part in parts for a, b in zip(part, one, strict=True)),
     }
-    for plan in SWEEP if sweep else ():
-        took = time(partial(mamba_in_chunks, *given, slots, rule, None, plan))
+    for plan in plans:
+        took = time(partial(chunks, plan))
         yield {**row, "plan": str(tuple(plan)), "us": round(took.us, 2), "us_iqr": round(took.spread * 1e6, 2)}
 
 
