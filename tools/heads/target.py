@@ -137,3 +137,18 @@ def encode_all(folder: str | Path, texts: Sequence[str]) -> list[Tensor]:
     """Encodes each text as int64 ids [tokens] with the target's tokenizer, as `generate` would be given it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer(list(texts))["input_ids"]]
+
+
+def encode_prompts(folder: str | Path, prompts: Sequence[str]) -> list[Tensor]:
+    """Encodes each message of a user in the target's chat template, or alone if there is no template: [tokens]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        return encode_all(folder, prompts)
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
+        )
+        for prompt in prompts
+    ]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [torch.tensor(ids, dtype=torch.int64) for ids in encoded]
