@@ -176,8 +176,10 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
                 ends = arm.generator.tokenizer.eos_token_id
                 return generate(arm, prompts[number], given.new, clock=clock, eos_token_id=ends, **options)
 
+            longest = max(range(len(prompts)), key=lambda number: max(map(len, prompts[number])))
             for arm in arms.values():
-                measure(arm, 0)  # warm
+                for number in {0, longest}:  # warm
+                    measure(arm, number)
             calls = Experiment(arms, measure, len(prompts)).run(say)
             if temperature == 0:
                 ends = next(iter(arms.values())).generator.tokenizer.eos_token_id

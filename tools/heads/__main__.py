@@ -21,6 +21,7 @@ from .corpus import Texts, cut_prompts, last_tokens, read_texts
 from .evaluate import Drafter, Figures, decode, draft_with, draft_with_model
 from .export import load, save
 from .head import DraftHead
+from .loss import law_temperatures
 from .published import read_published, save_like
 from .recipe import CONTINUED, Recipe
 from .rows import Chunks, Rows, own_rows, real_rows
@@ -75,7 +76,8 @@ def continue_head(texts: Texts, recipe: Recipe, options: argparse.Namespace, dty
     before = measure(target, head, held_out, recipe, options.beside)
     generator = torch.Generator().manual_seed(options.seed)
     own, groups = _groups(target, texts, recipe, options, generator)
-    history = train(head, target, Chunks(target, groups, _keep(options), generator).batches(recipe.batch_tokens), recipe)
+    chunks = Chunks(target, groups, _keep(options), generator, law_temperatures(recipe))
+    history = train(head, target, chunks.batches(recipe.batch_tokens), recipe)
     save_like(head, published, options.out)
     written = read_published(str(options.out), options.target, target.boundaries)
     after = measure(target, written.head(target.head.cpu()), held_out, recipe, options.beside)
@@ -108,7 +110,8 @@ def make_head_for(target: Target, texts: Texts, recipe: Recipe, options: argpars
     own, groups = _groups(target, texts, recipe, options, generator)
     drafted = choose_drafted(groups, len(target.embedding), recipe.draft_vocab)
     head = make_head(target, drafted, recipe)
-    history = train(head, target, Chunks(target, groups, _keep(options), generator).batches(recipe.batch_tokens), recipe)
+    chunks = Chunks(target, groups, _keep(options), generator, law_temperatures(recipe))
+    history = train(head, target, chunks.batches(recipe.batch_tokens), recipe)
     save(head, target.model.config, target.boundaries, options.out)
     return _summary(head, target, history, coverage([own], drafted)) | {"recipe": asdict(recipe)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -59,12 +59,14 @@ class Batch:
         ids: int64 [rows, length].
         text: bool [rows, length], where it teaches: neither padding nor a prompt.
         features, last: As `target.Reading` has them.
+        log_sums: [rows, length] for some temperatures T: logarithm of the sum of exp(logit / T) over the vocabulary.
     """
 
     ids: Tensor
     text: Tensor
     features: Tensor
     last: Tensor
+    log_sums: dict[float, Tensor] = field(default_factory=dict)
 
 
 def own_rows(target: Target, documents: Sequence[Tensor], recipe: Recipe, generator: torch.Generator) -> Rows:
@@ -100,11 +102,18 @@ class Chunks:
         groups: Rows of different lengths.
         keep: Where the chunks stay: a device's memory, or a folder, which gets them as safetensors files.
         generator: Mixes the rows of a group.
+        temperatures: Those of `Batch.log_sums`. With them a loss needs the target's logits of drafted tokens only.
     """
 
     def __init__(
-        self, target: Target, groups: Sequence[Rows], keep: Path | torch.device, generator: torch.Generator
+        self,
+        target: Target,
+        groups: Sequence[Rows],
+        keep: Path | torch.device,
+        generator: torch.Generator,
+        temperatures: Sequence[float] = (),
     ) -> None:
+        self._temperatures = temperatures
         self._kept: list[dict[str, Tensor] | Path] = []
         self._device, self._generator = target.device, generator
         token_bytes = 2 * (len(target.boundaries) + 1) * target.embedding.shape[1]
@@ -112,7 +121,7 @@ class Chunks:
             order = torch.randperm(len(rows.ids), generator=generator)
             for picked in order.split(max(1, CHUNK_BYTES // (token_bytes * rows.ids.shape[1]))):
                 stays = keep if isinstance(keep, torch.device) else torch.device("cpu")
-                chunk = _read(target, rows[picked], stays)
+                chunk = _read(target, rows[picked], stays, temperatures)
                 self._kept.append(_keep(chunk, keep, len(self._kept)))
                 LOGGER.info("the target has read %d chunks", len(self._kept))
 
@@ -134,20 +143,31 @@ class Chunks:
         text = places < chunk["lengths"].to(ids.device)[:, None]
         if "begins" in chunk:
             text &= places >= chunk["begins"].to(ids.device)[:, None]
-        return Batch(ids, text, chunk["features"].to(ids.device), chunk["last"].to(ids.device))
+        sums = {temperature: chunk[_sum_name(temperature)].to(ids.device) for temperature in self._temperatures}
+        return Batch(ids, text, chunk["features"].to(ids.device), chunk["last"].to(ids.device), sums)
 
 
-def _read(target: Target, rows: Rows, device: torch.device) -> dict[str, Tensor]:
-    """Ids, lengths and the target's states of rows, on `device`: states never go through another memory."""
+def _sum_name(temperature: float) -> str:
+    return f"log_sum_{temperature}"
+
+
+def _read(target: Target, rows: Rows, device: torch.device, temperatures: Sequence[float]) -> dict[str, Tensor]:
+    """The tensors of a chunk, on `device`: states never go through another memory."""
     features, last = [], []
+    sums: dict[str, list[Tensor]] = {_sum_name(temperature): [] for temperature in temperatures}
     for ids in rows.ids.split(max(1, PASS_TOKENS // rows.ids.shape[1])):
         reading = target.read(ids.to(target.device))
         features.append(reading.features.to(device, torch.bfloat16))
         last.append(reading.last.to(device, torch.bfloat16))
+        if temperatures:
+            logits = target.logits(reading.last)
+            for temperature, found in zip(temperatures, sums.values(), strict=True):
+                found.append((logits / temperature).logsumexp(-1).to(device))
     known = {"ids": rows.ids, "lengths": rows.lengths}
     if rows.begins is not None:
         known["begins"] = rows.begins
     states = {"features": torch.cat(features), "last": torch.cat(last)}
+    states |= {name: torch.cat(found) for name, found in sums.items()}
     return {name: tensor.to(device) for name, tensor in known.items()} | states
 
 

@@ -81,9 +81,10 @@ class Target:
         states = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
         return Reading(torch.cat([states[boundary] for boundary in self.boundaries], -1), states[-1])
 
-    def logits(self, last: Tensor) -> Tensor:
-        """The target's logits [..., vocabulary], float32."""
-        return F.linear(last.to(self.head.dtype), self.head).float()
+    def logits(self, last: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The target's logits [..., vocabulary], float32; with `ids` int64 [n] of these tokens only, [..., n]."""
+        weight = self.head if ids is None else self.head[ids]
+        return F.linear(last.to(weight.dtype), weight).float()
 
     @torch.no_grad()
     def write(self, prompts: Tensor, new_tokens: int, temperature: float) -> tuple[Tensor, Tensor]:
