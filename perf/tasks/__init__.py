@@ -22,8 +22,8 @@ import torch
 from fastspec import FastSpecGenerator, NGram, Suffix
 from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_text, say, step_sums, token_sums
 from perf.records import Row
-from perf.tasks.peer import NAMES, peer_calls
 from perf.tasks.peer import LOOKUP as PROMPT_LOOKUP
+from perf.tasks.peer import NAMES, peer_calls
 
 FILE = Path(__file__).with_name("tasks.jsonl")
 PLAIN, ALL = "plain", "all"

@@ -125,9 +125,7 @@ def held_out_prompts(texts: Texts, recipe: Recipe, options: argparse.Namespace) 
     return cut_prompts(encode_all(options.target, texts.held_out), recipe.prompts, recipe.prompt_length, generator)
 
 
-def measure(
-    target: Target, head: DraftHead, prompts: Tensor, recipe: Recipe, beside: str | None
-) -> dict[str, Figures]:
+def measure(target: Target, head: DraftHead, prompts: Tensor, recipe: Recipe, beside: str | None) -> dict[str, Figures]:
     """Measures a head, and a draft model beside it, on held-out prompts int64 [prompts, tokens]."""
     head = head.to(target.device)
     drafters: dict[str, Drafter] = {"head": draft_with(head, target)}

@@ -20,9 +20,7 @@ LOGGER = logging.getLogger(__name__)
 LOGGED_SECONDS = 5.0
 
 
-def answer_rows(
-    target: str | Path, prompts: Sequence[Tensor], recipe: Recipe, device: str, dtype: torch.dtype
-) -> Rows:
+def answer_rows(target: str | Path, prompts: Sequence[Tensor], recipe: Recipe, device: str, dtype: torch.dtype) -> Rows:
     """Lets the target answer whole prompts, all of them once at each temperature of the recipe in turn.
 
     A prompt and an answer have half of a row's length each at most; longer prompts are left out. After `own_seconds`
@@ -69,9 +67,7 @@ def answer_rows(
 def _turns(recipe: Recipe, prompts: int) -> list[tuple[int, float]]:
     """(number of a row, its temperature): neighbours have different ones, and so has a prompt that comes again."""
     temperatures = recipe.own_temperatures
-    return [
-        (index, temperatures[(index + index // prompts) % len(temperatures)]) for index in range(recipe.own_rows)
-    ]
+    return [(index, temperatures[(index + index // prompts) % len(temperatures)]) for index in range(recipe.own_rows)]
 
 
 def _stream(generator: FastSpecGenerator, asked: Sequence[tuple[Tensor, float]], recipe: Recipe) -> list[list[int]]:

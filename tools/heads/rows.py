@@ -158,9 +158,10 @@ def _read(target: Target, rows: Rows, device: torch.device, temperatures: Sequen
     for ids in rows.ids.split(max(1, PASS_TOKENS // rows.ids.shape[1])):
         reading = target.read(ids.to(target.device))
         features.append(reading.features.to(device, torch.bfloat16))
-        last.append(reading.last.to(device, torch.bfloat16))
+        kept = reading.last.to(torch.bfloat16)
+        last.append(kept.to(device))
         if temperatures:
-            logits = target.logits(reading.last)
+            logits = target.logits(kept)  # of the rounded states, which the loss reads
             for temperature, found in zip(temperatures, sums.values(), strict=True):
                 found.append((logits / temperature).logsumexp(-1).to(device))
     known = {"ids": rows.ids, "lengths": rows.lengths}

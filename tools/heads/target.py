@@ -146,9 +146,7 @@ def encode_prompts(folder: str | Path, prompts: Sequence[str]) -> list[Tensor]:
     if not tokenizer.chat_template:
         return encode_all(folder, prompts)
     texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False
-        )
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
         for prompt in prompts
     ]
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
