@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 
 from fastspec.engine.engine import Engine
 from fastspec.engine.prompt_passes import PromptPart
@@ -164,8 +164,13 @@ class PrefillQueue:
         Args:
             running: number of requests that are decoding.
         """
-        short = sum(2 * len(request.prompt) <= self.engine.sizes.batch_tokens for request in self.waiting)
-        return max(1, min(_MAX_BUDGETS, _PATIENCE * short // max(1, running)))
+        longest = self.engine.sizes.batch_tokens // 2
+        if not longest:
+            return 1
+        enough = -(-_MAX_BUDGETS * max(1, running) // _PATIENCE)  # so many short prompts give the largest result
+        short = (request for request in self.waiting if len(request.prompt) <= longest)
+        count = sum(1 for _ in islice(short, enough))  # a step does not look at each of very many requests
+        return max(1, min(_MAX_BUDGETS, _PATIENCE * count // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
         """Splits the prompt of `request` into prefill passes.

@@ -22,7 +22,8 @@ import torch
 from fastspec import FastSpecGenerator, NGram, Suffix
 from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_text, say, step_sums, token_sums
 from perf.records import Row
-from perf.tasks.peer import NAME, peer_calls
+from perf.tasks.peer import LOOKUP as PROMPT_LOOKUP
+from perf.tasks.peer import NAMES, peer_calls
 
 FILE = Path(__file__).with_name("tasks.jsonl")
 PLAIN, ALL = "plain", "all"
@@ -61,7 +62,10 @@ def arms_of(stack: ExitStack, given: argparse.Namespace) -> dict[str, Arm]:
         kinds["draft model"] = {"draft": given.draft}
     for form in given.self_draft:
         kinds[f"itself in {form}"] = {"draft": given.target, "draft_quantization": form}
-    kinds |= {name: {"draft": Path(folder)} for name, folder in (each.split("=", 1) for each in given.head)}
+    heads = {name: Path(folder) for name, folder in (each.split("=", 1) for each in given.head)}
+    kinds |= {name: {"draft": folder} for name, folder in heads.items()}
+    if given.after_lookup:
+        kinds |= {f"lookup, then {name}": {"draft": folder, "proposer": NGram()} for name, folder in heads.items()}
     sizes: dict[str, Any] = {"max_batch_size": given.batch, "max_length": given.max_length, "device": given.device}
     arms = {}
     for name, how in kinds.items():
@@ -124,7 +128,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--max-length", type=int, default=1024)
     made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0: greedy")
     made.add_argument("--batch", type=int, default=1, help="tasks of one kind that a call decodes together")
-    made.add_argument("--peer", action="store_true", help="transformers' prompt lookup as well; needs --batch 1")
+    made.add_argument("--after-lookup", action="store_true", help="each head after lookup as well")
+    made.add_argument("--peers", nargs="+", default=[], choices=NAMES, help="peers, greedy; need --batch 1")
     made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
 
 
@@ -155,8 +160,8 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
         raise SystemExit(
             f"--kinds {given.kinds}: no such task; kinds are {sorted({task.kind for task in read_tasks()})}"
         )
-    if given.peer and given.batch > 1:
-        raise SystemExit(f"--peer needs --batch 1, got --batch {given.batch}: transformers looks up for one prompt")
+    if given.peers and given.batch > 1:
+        raise SystemExit(f"--peers needs --batch 1, got --batch {given.batch}: peers decode one prompt at a time")
     on_cpu = torch.device(given.device).type == "cpu"
     clock, words = (time.process_time, "processor time") if on_cpu else (time.perf_counter, "wall")
     with ExitStack() as stack:
@@ -171,14 +176,19 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
                 ends = arm.generator.tokenizer.eos_token_id
                 return generate(arm, prompts[number], given.new, clock=clock, eos_token_id=ends, **options)
 
+            longest = max(range(len(prompts)), key=lambda number: max(map(len, prompts[number])))
             for arm in arms.values():
-                measure(arm, 0)  # warm
+                for number in {0, longest}:  # warm
+                    measure(arm, number)
             calls = Experiment(arms, measure, len(prompts)).run(say)
-            if given.peer and temperature == 0:
+            if temperature == 0:
                 ends = next(iter(arms.values())).generator.tokenizer.eos_token_id
                 kept = {"dtype": given.dtype, "device": given.device, "eos_token_id": ends, "clock": clock}
-                for k in given.k:
-                    calls[f"{NAME} {k}"] = peer_calls(given.target, prompts, k, given.new, **kept)
+                kept["length"] = given.max_length
+                for peer in given.peers:
+                    for k in given.k if peer == PROMPT_LOOKUP else (0,):
+                        say(f"{NAMES[peer]}, k = {k}")
+                        calls[f"{NAMES[peer]} {k}"] = peer_calls(peer, given.target, prompts, k, given.new, **kept)
             workload = f"{given.name}, {len(tasks)} tasks, up to {given.new} new tokens, batch {given.batch}"
             yield [
                 {**row, "workload": workload, "seconds_of": words}

@@ -1,21 +1,30 @@
-"""transformers' prompt lookup on the same prompts: tokens per pass of the target, one prompt at a time, greedy."""
+"""Peers on the same prompts, one prompt at a time, greedy: tokens per pass of the target, and tokens per second."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from perf.experiment import Call
+from perf.experiment import Call, wait
+from perf.tasks.compiled import StaticDecoder
 
-NAME = "transformers' prompt lookup"
+LOOKUP, PLAIN, COMPILED = "lookup", "plain", "compiled"
+NAMES: Final = {
+    LOOKUP: "transformers' prompt lookup",
+    PLAIN: "transformers",
+    COMPILED: "torch.compile, static K/V",
+}
+"""Names of peers in rows, by their value of --peers."""
+Decode = Callable[[list[int]], tuple[list[int], int]]
 
 
 def peer_calls(
+    peer: str,
     target: Path,
     prompts: Sequence[list[list[int]]],
     k: int,
@@ -24,36 +33,70 @@ def peer_calls(
     dtype: str | None,
     device: str,
     eos_token_id: int | None,
+    length: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Call]:
-    """Decodes each prompt with up to k drafts a step, and counts passes.
+    """Decodes each prompt and counts passes.
 
-    The pass over a prompt is counted, because it gives a token, and drafts are verified in it.
+    The pass over a prompt is counted, because it gives a token; with drafts it verifies some.
 
     Args:
+        peer: key of `NAMES`.
         target: a checkpoint.
         prompts: ids of the one row of each call.
-        k: drafts of a step at most.
+        k: drafts of a step at most, of the prompt lookup.
         new: new tokens at most.
         dtype, device: of the model; dtype None: the checkpoint's.
         eos_token_id: ends a text.
+        length: positions of a static cache.
         clock: gives seconds.
     """
     kind: Any = "auto" if dtype is None else getattr(torch, dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=kind).eval().to(device)
+    if peer == COMPILED:
+        decode = _compiled(model, new, eos_token_id, length)
+    else:
+        drafts = {"prompt_lookup_num_tokens": k} if peer == LOOKUP else {}
+        decode = _transformers(model, new, eos_token_id, drafts)
+    found = []
+    with torch.inference_mode():
+        decode(prompts[0][0])  # warm
+        for (row,) in prompts:
+            wait(device)
+            start = clock()
+            text, passes = decode(row)
+            wait(device)
+            found.append(Call(len(text), passes, passes, clock() - start, None, [text]))
+    return found
+
+
+def _transformers(model: Any, new: int, end: int | None, drafts: dict[str, int]) -> Decode:
+    """Decoding by `generate` of transformers, which gives a text and the number of passes."""
     passes = [0]
 
     def count(*_: Any) -> None:
         passes[0] += 1
 
     model.register_forward_pre_hook(count)
-    found = []
-    for (row,) in prompts:
-        ids, passes[0], start = torch.tensor([row], device=device), 0, clock()
+
+    def decode(row: list[int]) -> tuple[list[int], int]:
+        ids, passes[0] = torch.tensor([row], device=model.device), 0
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
-            prompt_lookup_num_tokens=k, eos_token_id=eos_token_id, pad_token_id=eos_token_id,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=end,
+            pad_token_id=end, **drafts,
         )  # fmt: skip
-        text = out[0, len(row) :].tolist()
-        found.append(Call(len(text), passes[0], passes[0], clock() - start, None, [text]))
-    return found
+        return out[0, len(row) :].tolist(), passes[0]
+
+    return decode
+
+
+def _compiled(model: Any, new: int, end: int | None, length: int) -> Decode:
+    """Decoding by `StaticDecoder`, which gives a text and the number of passes."""
+    with torch.inference_mode():
+        decoder = StaticDecoder(model, length)
+
+    def decode(row: list[int]) -> tuple[list[int], int]:
+        text = decoder.generate(row, new, end)
+        return text, len(text)
+
+    return decode

@@ -303,11 +303,14 @@ def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
         ("edit code", "docstring", "summarise", "quote", "to JSON", "copy", "story", "chat"), 5
     )
     options = ("--target", str(demo_pair()[0]), "--draft", str(demo_pair()[1]), "--name", "shipped", "--k", "2")
-    rows = run_cli(tmp_path, "tasks", *options, "--kinds", "chat", "--each", "2", "--new", "8", "--peer")
+    options += ("--dtype", "float32")
+    more = ("--each", "2", "--new", "8", "--peers", "lookup", "plain", "compiled")
+    rows = run_cli(tmp_path, "tasks", *options, "--kinds", "chat", *more)
     drafters = [(row["drafter"], row["k"]) for row in rows if row["kind"] == "all"]
     ours = [("plain", 0), ("lookup", 2), ("suffix", 2), ("draft model", 2)]
-    assert drafters == [*ours, ("transformers' prompt lookup", 2), *ours]
-    exact = [row for row in rows if row["temperature"] == 0 and (row["drafter"], row["k"]) in ours]
+    peers = [("transformers' prompt lookup", 2), ("transformers", 0), ("torch.compile, static K/V", 0)]
+    assert drafters == [*ours, *peers, *ours]
+    exact = [row for row in rows if row["temperature"] == 0]  # in fp32 the peers' text is ours
     assert all(row["text_equal"] == "2 of 2" for row in exact)
     assert all(row["tokens_per_step"] == 1 for row in rows if row["drafter"] == "plain")
     fewer = ("--lookups", "suffix", "--temperatures", "0.5", "--kinds", "story", "--each", "1", "--new", "4")
@@ -317,5 +320,5 @@ def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
     ]
     with pytest.raises(SystemExit, match="no such task; kinds are"):
         run_cli(tmp_path, "tasks", *options, "--kinds", "poem")
-    with pytest.raises(SystemExit, match="--peer needs --batch 1, got --batch 2"):
-        run_cli(tmp_path, "tasks", *options, "--peer", "--batch", "2")
+    with pytest.raises(SystemExit, match="--peers needs --batch 1, got --batch 2"):
+        run_cli(tmp_path, "tasks", *options, "--peers", "lookup", "--batch", "2")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +120,24 @@ def test_the_draft_takes_a_prompt_in_beside_the_target(fed: list[tuple[bool, int
             scheduler.step()
         assert sum(draft for draft, _ in fed) == drafts
         finish(scheduler)
+
+
+@pytest.mark.parametrize(("running", "wanted", "looked_at"), [(16, 8, 32), (400, 8, 800), (4000, 2, 2000), (0, 8, 2)])
+def test_few_of_very_many_waiting_requests_are_looked_at(running: int, wanted: int, looked_at: int) -> None:
+    lengths = []
+
+    class Prompt:
+        def __len__(self) -> int:
+            lengths.append(5)
+            return 5
+
+    engine: Any = SimpleNamespace(sizes=SimpleNamespace(batch_tokens=64))
+    waiting: Any = deque(SimpleNamespace(prompt=Prompt()) for _ in range(2000))
+    assert PrefillQueue(engine, waiting).budgets(running) == wanted
+    assert len(lengths) == looked_at
+    engine.sizes.batch_tokens = 0
+    assert PrefillQueue(engine, waiting).budgets(running) == 1
+    assert len(lengths) == looked_at
 
 
 @pytest.mark.parametrize(("joined", "after"), [(0, [1, 2, 3, 4]), (64, [1, 5])])

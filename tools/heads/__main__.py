@@ -16,18 +16,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from .corpus import Texts, cut_prompts, read_texts
+from .answers import answer_rows
+from .corpus import Texts, cut_prompts, last_tokens, read_texts
 from .evaluate import Drafter, Figures, decode, draft_with, draft_with_model
 from .export import load, save
 from .head import DraftHead
+from .loss import law_temperatures
 from .published import read_published, save_like
 from .recipe import CONTINUED, Recipe
 from .rows import Chunks, Rows, own_rows, real_rows
-from .target import Target, encode_all, load_target
+from .target import Target, encode_all, encode_prompts, load_target
 from .train import History, choose_drafted, coverage, make_head, train
 
 LOGGER = logging.getLogger("tools.heads")
 TEMPERATURES = (0.0, 1.0)
+LENGTH_UNIT = 64  # rows of similar lengths share a batch
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -43,14 +46,16 @@ def main(arguments: list[str] | None = None) -> int:
         return _finish(report, options.out, start)
     if options.measure is None:
         target = load_target(options.target, recipe.boundaries, options.device, dtype)
+        if options.write:
+            return _write_only(target, texts, recipe, options)
         report = make_head_for(target, texts, recipe, options)
         folder = options.out
     else:
         folder = options.measure
         target = load_target(options.target, load(folder)[1], options.device, dtype)
         report = {}
-    held_out = encode_all(options.target, texts.held_out)
-    report["held_out"] = measure(target, load(folder)[0], held_out, recipe, options.beside)
+    prompts = held_out_prompts(texts, recipe, options)
+    report["held_out"] = measure(target, load(folder)[0], prompts, recipe, options.beside)
     return _finish(report, options.out, start)
 
 
@@ -60,20 +65,19 @@ def continue_head(texts: Texts, recipe: Recipe, options: argparse.Namespace, dty
     The layers in its config may have two meanings. Then the one is taken whose first drafts the target accepts more.
     """
     published = read_published(options.continued, options.target, recipe.boundaries)
-    held_out = encode_all(options.target, texts.held_out)
+    held_out = held_out_prompts(texts, recipe, options)
     target = load_target(options.target, published.readings[0], options.device, dtype)
     head = published.head(target.head.cpu()).to(target.device)
     if len(published.readings) > 1:
         target = max(
             (Target(target.model, reading) for reading in published.readings),
-            key=lambda each: _first_place(measure(each, head, held_out, replace(recipe, prompts=8), None)),
+            key=lambda each: _first_place(measure(each, head, held_out[:8], recipe, None)),
         )
     before = measure(target, head, held_out, recipe, options.beside)
-    documents, generator = encode_all(options.target, texts.train), torch.Generator().manual_seed(options.seed)
-    own = _own_rows(target, documents, recipe, options.work, generator)
-    groups = [own, real_rows(documents, recipe, generator)]
-    keep = options.work / "features" if options.work else torch.device(options.keep)
-    history = train(head, target, Chunks(target, groups, keep, generator).batches(recipe.batch_tokens), recipe)
+    generator = torch.Generator().manual_seed(options.seed)
+    own, groups = _groups(target, texts, recipe, options, generator)
+    chunks = Chunks(target, groups, _keep(options), generator, law_temperatures(recipe))
+    history = train(head, target, chunks.batches(recipe.batch_tokens), recipe)
     save_like(head, published, options.out)
     written = read_published(str(options.out), options.target, target.boundaries)
     after = measure(target, written.head(target.head.cpu()), held_out, recipe, options.beside)
@@ -102,25 +106,27 @@ def _finish(report: dict[str, object], out: Path, start: float) -> int:
 
 def make_head_for(target: Target, texts: Texts, recipe: Recipe, options: argparse.Namespace) -> dict[str, object]:
     """Trains a head and writes it; returns its part of the report."""
-    documents = encode_all(options.target, texts.train)
-    own = _own_rows(target, documents, recipe, options.work, torch.Generator().manual_seed(options.seed))
-    torch.manual_seed(options.seed)  # the same from here on whether the target wrote or its text was there
     generator = torch.Generator().manual_seed(options.seed)
-    groups = [own, real_rows(documents, recipe, generator)]
+    own, groups = _groups(target, texts, recipe, options, generator)
     drafted = choose_drafted(groups, len(target.embedding), recipe.draft_vocab)
     head = make_head(target, drafted, recipe)
-    keep = options.work / "features" if options.work else torch.device(options.keep)
-    history = train(head, target, Chunks(target, groups, keep, generator).batches(recipe.batch_tokens), recipe)
+    chunks = Chunks(target, groups, _keep(options), generator, law_temperatures(recipe))
+    history = train(head, target, chunks.batches(recipe.batch_tokens), recipe)
     save(head, target.model.config, target.boundaries, options.out)
     return _summary(head, target, history, coverage([own], drafted)) | {"recipe": asdict(recipe)}
 
 
-def measure(
-    target: Target, head: DraftHead, documents: list[Tensor], recipe: Recipe, beside: str | None
-) -> dict[str, Figures]:
-    """Measures a head, and a draft model beside it, on held-out prompts."""
+def held_out_prompts(texts: Texts, recipe: Recipe, options: argparse.Namespace) -> Tensor:
+    """Prompts int64 [count, prompt_length] of held-out texts: pieces of texts, or the ends of whole prompts."""
+    if texts.prompts:
+        found = encode_prompts(options.target, texts.held_out)
+        return last_tokens(found, recipe.prompts, recipe.prompt_length)
     generator = torch.Generator().manual_seed(7)
-    prompts = cut_prompts(documents, recipe.prompts, recipe.prompt_length, generator)
+    return cut_prompts(encode_all(options.target, texts.held_out), recipe.prompts, recipe.prompt_length, generator)
+
+
+def measure(target: Target, head: DraftHead, prompts: Tensor, recipe: Recipe, beside: str | None) -> dict[str, Figures]:
+    """Measures a head, and a draft model beside it, on held-out prompts int64 [prompts, tokens]."""
     head = head.to(target.device)
     drafters: dict[str, Drafter] = {"head": draft_with(head, target)}
     if beside is not None:
@@ -137,19 +143,60 @@ def measure(
     return measured
 
 
-def _own_rows(
-    target: Target, documents: list[Tensor], recipe: Recipe, work: Path | None, generator: torch.Generator
-) -> Rows:
-    path = work / "own.safetensors" if work else None
+def _groups(
+    target: Target, texts: Texts, recipe: Recipe, options: argparse.Namespace, generator: torch.Generator
+) -> tuple[Rows, list[Rows]]:
+    """The rows that the target wrote, and the groups of rows that a head learns from.
+
+    Args:
+        generator: draws pieces of texts. It is the same afterwards whether the target wrote or its text was there.
+    """
+    own = _own_rows(target, texts, recipe, options)
+    torch.manual_seed(options.seed)
+    groups = own.by_length(LENGTH_UNIT)
+    if texts.prompts:
+        return own, groups
+    return own, [*groups, real_rows(encode_all(options.target, texts.train), recipe, generator)]
+
+
+def _own_rows(target: Target, texts: Texts, recipe: Recipe, options: argparse.Namespace) -> Rows:
+    """The rows that the target wrote: those of --work if there are some, else new ones."""
+    path = options.work / "own.safetensors" if options.work else None
     if path is not None and path.exists():
-        kept = load_file(path)
-        LOGGER.info("%d rows that the target wrote come from %s", len(kept["ids"]), path)
-        return Rows(kept["ids"], kept["lengths"])
-    rows = own_rows(target, documents, recipe, generator)
+        own = Rows(**load_file(path))
+        LOGGER.info("%d rows that the target wrote come from %s", len(own.ids), path)
+        return own
+    own = _written(target, texts, recipe, options)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"ids": rows.ids, "lengths": rows.lengths}, path)
-    return rows
+        begins = {} if own.begins is None else {"begins": own.begins}
+        save_file({"ids": own.ids, "lengths": own.lengths} | begins, path)
+    return own
+
+
+def _write_only(target: Target, texts: Texts, recipe: Recipe, options: argparse.Namespace) -> int:
+    """Lets the target write into --work, and trains nothing; returns the exit status."""
+    if options.work is None:
+        raise SystemExit("--write needs --work FOLDER, where the text goes")
+    own = _own_rows(target, texts, recipe, options)
+    LOGGER.info("%d rows with %d tokens that teach", len(own.ids), sum(map(len, own.texts())))
+    return 0
+
+
+def _written(target: Target, texts: Texts, recipe: Recipe, options: argparse.Namespace) -> Rows:
+    """Lets the target answer prompts, or continue pieces of texts."""
+    if texts.prompts:
+        prompts = encode_prompts(options.target, texts.train)
+        return answer_rows(options.target, prompts, recipe, options.device, target.embedding.dtype)
+    documents = encode_all(options.target, texts.train)
+    return own_rows(target, documents, recipe, torch.Generator().manual_seed(options.seed))
+
+
+def _keep(options: argparse.Namespace) -> Path | torch.device:
+    """Place of the hidden states: the memory of a device, or files."""
+    if options.keep is None and options.work is not None:
+        return Path(options.work) / "features"
+    return torch.device(options.keep or "cpu")
 
 
 def _summary(head: DraftHead, target: Target, history: History, covered: float) -> dict[str, object]:
@@ -170,7 +217,8 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Recipe]:
     parser.add_argument("corpus", type=Path, help="folder, tar archive, .jsonl or text file")
     parser.add_argument("--out", type=Path, required=True, help="folder for the head and report.json")
     parser.add_argument("--work", type=Path, help="folder for the target's own text, reused if there, and its features")
-    parser.add_argument("--keep", default="cpu", help="device whose memory keeps the features without --work (cpu)")
+    parser.add_argument("--write", action="store_true", help="only let the target write into --work")
+    parser.add_argument("--keep", help="device whose memory keeps the features, also with --work (cpu without --work)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the target's passes")
     parser.add_argument("--beside", help="a draft model to measure beside the head")

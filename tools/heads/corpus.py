@@ -13,6 +13,7 @@ from torch import Tensor
 from tools.demo_pair.corpus import Document, read_files, split
 
 SUFFIXES = (".py", ".txt", ".md")
+TEXT, PROMPT = "text", "prompt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,25 +23,29 @@ class Texts:
     Attributes:
         train: What the head learns from.
         held_out: What acceptance is measured on.
+        prompts: True if the texts are messages of users, which the target answers.
     """
 
     train: list[str]
     held_out: list[str]
+    prompts: bool = False
 
 
 def read_texts(source: Path) -> Texts:
     """Reads a corpus.
 
     Args:
-        source: A folder or a tar archive of .py, .txt and .md files; or one .jsonl file with a "text" in each line;
-            or one text file, whose paragraphs (parted by empty lines) are the texts.
+        source: A folder or a tar archive of .py, .txt and .md files; or one .jsonl file with a "text" in each line, or
+            with a "prompt" in each line; or one text file, whose paragraphs (parted by empty lines) are the texts.
 
     Raises:
         ValueError: Nothing is left to learn from, or nothing is held out.
     """
+    prompts = False
     if source.is_file() and source.suffix in (".jsonl", *SUFFIXES):
         content = source.read_text(encoding="utf-8")
-        found = _lines(content) if source.suffix == ".jsonl" else content.split("\n\n")
+        prompts = source.suffix == ".jsonl" and _has_prompts(content)
+        found = _lines(content, PROMPT if prompts else TEXT) if source.suffix == ".jsonl" else content.split("\n\n")
         corpus = split(Document(str(index), text) for index, text in enumerate(found))
     else:
         corpus = split(read_files(source, SUFFIXES))
@@ -50,7 +55,7 @@ def read_texts(source: Path) -> Texts:
             f"{source} gives {len(train)} training and {len(held_out)} held-out texts, and each must have at least "
             "one: name a corpus of some hundred texts."
         )
-    return Texts([document.text for document in train], [document.text for document in held_out])
+    return Texts([document.text for document in train], [document.text for document in held_out], prompts)
 
 
 def cut_prompts(documents: Sequence[Tensor], count: int, length: int, generator: torch.Generator) -> Tensor:
@@ -75,10 +80,31 @@ def cut_prompts(documents: Sequence[Tensor], count: int, length: int, generator:
     return torch.stack([long_enough[index][at : at + length] for index, at in zip(picked, starts, strict=True)])
 
 
-def _lines(content: str) -> Iterable[str]:
+def last_tokens(documents: Sequence[Tensor], count: int, length: int) -> Tensor:
+    """Takes the last `length` tokens of the first `count` documents that have so many: int64 [count or less, length].
+
+    Raises:
+        ValueError: no document is that long.
+    """
+    found = [document[-length:] for document in documents if len(document) >= length][:count]
+    if not found:
+        raise ValueError(f"No held-out prompt has {length} tokens: ask for fewer with --prompt-length.")
+    return torch.stack(found)
+
+
+def _has_prompts(content: str) -> bool:
+    """True if the first line has a "prompt"."""
+    first = next((line for line in content.splitlines() if line.strip()), "{}")
+    entry = json.loads(first)
+    return isinstance(entry, dict) and PROMPT in entry
+
+
+def _lines(content: str, name: str) -> Iterable[str]:
     for number, line in enumerate(content.splitlines(), 1):
         if line.strip():
             entry = json.loads(line)
-            if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-                raise ValueError(f'Line {number} of the corpus has no "text": wanted {{"text": "..."}} in each line.')
-            yield entry["text"]
+            if not isinstance(entry, dict) or not isinstance(entry.get(name), str):
+                raise ValueError(
+                    f'Line {number} of the corpus has no "{name}": wanted {{"{name}": "..."}} in each line.'
+                )
+            yield entry[name]

@@ -12,6 +12,11 @@ from .rows import Batch
 from .target import Target
 
 
+def law_temperatures(recipe: Recipe) -> tuple[float, float]:
+    """The temperatures of the target's laws that the loss compares with."""
+    return 1.0, recipe.greedy_temperature
+
+
 def chain_loss(head: DraftHead, target: Target, batch: Batch, recipe: Recipe) -> tuple[Tensor, Tensor]:
     """The loss of all chains that start in a batch.
 
@@ -24,7 +29,7 @@ def chain_loss(head: DraftHead, target: Target, batch: Batch, recipe: Recipe) ->
     """
     said = head.unroll(batch.features.to(head.fc.weight.dtype), batch.ids, target.embedding, recipe.unroll)
     starts = said[0].shape[1]
-    laws = _laws(target, head, batch.last, recipe)
+    laws = _laws(target, head, batch, recipe)
     survival = torch.ones_like(batch.text[:, :starts], dtype=torch.float32)
     loss, accepted = survival.new_zeros(()), []
     for place, logits in enumerate(said):
@@ -40,11 +45,14 @@ def chain_loss(head: DraftHead, target: Target, batch: Batch, recipe: Recipe) ->
 
 
 @torch.no_grad()
-def _laws(target: Target, head: DraftHead, last: Tensor, recipe: Recipe) -> list[Tensor]:
+def _laws(target: Target, head: DraftHead, batch: Batch, recipe: Recipe) -> list[Tensor]:
     """The target's laws at temperature 1 and the low one, [rows, tokens, draft_vocab], of what can be drafted."""
-    logits = target.logits(last)
-    drafted = None if len(head.d2t) == logits.shape[-1] else head.drafted
-    laws = [F.softmax(logits / temperature, -1) for temperature in (1.0, recipe.greedy_temperature)]
+    temperatures, drafted = law_temperatures(recipe), None if len(head.d2t) == len(target.head) else head.drafted
+    if all(temperature in batch.log_sums for temperature in temperatures):
+        logits = target.logits(batch.last, drafted)
+        return [(logits / each - batch.log_sums[each][..., None]).exp() for each in temperatures]
+    logits = target.logits(batch.last)
+    laws = [F.softmax(logits / temperature, -1) for temperature in temperatures]
     return laws if drafted is None else [law[..., drafted] for law in laws]
 
 

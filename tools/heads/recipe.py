@@ -10,7 +10,8 @@ class Recipe:
     """What is trained, on what, and how.
 
     Attributes:
-        steps: Optimiser steps.
+        steps: Optimiser steps at most.
+        seconds: Seconds of training at most; None: no limit. The rate then follows the time, too.
         batch_tokens: Tokens in a step.
         lr, warmup, weight_decay: Peak rate of AdamW, reached after `warmup` steps and left along a cosine; decay of the
             matrices.
@@ -27,6 +28,7 @@ class Recipe:
         own_prompts: Lengths of the corpus text such a row begins with, in turn.
         own_temperatures: Temperatures such rows are drawn at, in turn.
         own_batch: Rows that are written at a time.
+        own_seconds: Seconds after which no more answers to prompts are written; None: no limit.
         real_rows, real_length: Rows of corpus text, and tokens in one.
         prompts, prompt_length, new_tokens: The held-out texts that measure acceptance, at each temperature.
         places: Tokens drafted in a step when acceptance is measured.
@@ -35,6 +37,7 @@ class Recipe:
     """
 
     steps: int = 4000
+    seconds: float | None = None
     batch_tokens: int = 16384
     lr: float = 2e-3
     warmup: int = 50
@@ -52,6 +55,7 @@ class Recipe:
     own_prompts: tuple[int, ...] = (16, 64, 128, 256)
     own_temperatures: tuple[float, ...] = (0.0, 0.0, 1.0, 0.7, 1.0)
     own_batch: int = 256
+    own_seconds: float | None = None
     real_rows: int = 1024
     real_length: int = 1024
     prompts: int = 64

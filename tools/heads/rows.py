@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -28,10 +28,27 @@ class Rows:
     Attributes:
         ids: int64 [rows, length].
         lengths: int64 [rows]: tokens of each that are text, the rest is padding.
+        begins: int64 [rows]: tokens of each, its prompt, from which nothing is learnt. None: no tokens.
     """
 
     ids: Tensor
     lengths: Tensor
+    begins: Tensor | None = None
+
+    def __getitem__(self, picked: Tensor) -> Rows:
+        """Takes some rows."""
+        return Rows(self.ids[picked], self.lengths[picked], None if self.begins is None else self.begins[picked])
+
+    def texts(self) -> list[Tensor]:
+        """The tokens of each row that teach."""
+        begins = [0] * len(self.ids) if self.begins is None else self.begins.tolist()
+        return [row[start:end] for row, start, end in zip(self.ids, begins, self.lengths.tolist(), strict=True)]
+
+    def by_length(self, unit: int) -> list[Rows]:
+        """Parts these rows by their lengths, each part padded only to the next multiple of `unit`."""
+        units = (self.lengths + unit - 1) // unit
+        parts = [(int(count) * unit, self[units == count]) for count in units.unique()]
+        return [Rows(part.ids[:, :length], part.lengths, part.begins) for length, part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +57,16 @@ class Batch:
 
     Attributes:
         ids: int64 [rows, length].
-        text: bool [rows, length], where it is not padding.
+        text: bool [rows, length], where it teaches: neither padding nor a prompt.
         features, last: As `target.Reading` has them.
+        log_sums: [rows, length] for some temperatures T: logarithm of the sum of exp(logit / T) over the vocabulary.
     """
 
     ids: Tensor
     text: Tensor
     features: Tensor
     last: Tensor
+    log_sums: dict[float, Tensor] = field(default_factory=dict)
 
 
 def own_rows(target: Target, documents: Sequence[Tensor], recipe: Recipe, generator: torch.Generator) -> Rows:
@@ -83,18 +102,26 @@ class Chunks:
         groups: Rows of different lengths.
         keep: Where the chunks stay: a device's memory, or a folder, which gets them as safetensors files.
         generator: Mixes the rows of a group.
+        temperatures: Those of `Batch.log_sums`. With them a loss needs the target's logits of drafted tokens only.
     """
 
     def __init__(
-        self, target: Target, groups: Sequence[Rows], keep: Path | torch.device, generator: torch.Generator
+        self,
+        target: Target,
+        groups: Sequence[Rows],
+        keep: Path | torch.device,
+        generator: torch.Generator,
+        temperatures: Sequence[float] = (),
     ) -> None:
+        self._temperatures = temperatures
         self._kept: list[dict[str, Tensor] | Path] = []
         self._device, self._generator = target.device, generator
         token_bytes = 2 * (len(target.boundaries) + 1) * target.embedding.shape[1]
         for rows in groups:
             order = torch.randperm(len(rows.ids), generator=generator)
             for picked in order.split(max(1, CHUNK_BYTES // (token_bytes * rows.ids.shape[1]))):
-                chunk = _read(target, Rows(rows.ids[picked], rows.lengths[picked]))
+                stays = keep if isinstance(keep, torch.device) else torch.device("cpu")
+                chunk = _read(target, rows[picked], stays, temperatures)
                 self._kept.append(_keep(chunk, keep, len(self._kept)))
                 LOGGER.info("the target has read %d chunks", len(self._kept))
 
@@ -105,28 +132,49 @@ class Chunks:
                 kept = self._kept[index]
                 chunk = load_file(kept) if isinstance(kept, Path) else kept
                 rows, length = chunk["ids"].shape
-                for picked in torch.randperm(rows, generator=self._generator).split(max(1, batch_tokens // length)):
+                count = -(-rows // max(1, batch_tokens // length))  # batches of one size: no small one takes a step
+                for picked in torch.randperm(rows, generator=self._generator).tensor_split(count):
                     here = picked.to(chunk["ids"].device)
                     yield self._batch({name: tensor[here] for name, tensor in chunk.items()})
 
     def _batch(self, chunk: dict[str, Tensor]) -> Batch:
         ids = chunk["ids"].to(self._device)
-        text = torch.arange(ids.shape[1], device=ids.device) < chunk["lengths"].to(ids.device)[:, None]
-        return Batch(ids, text, chunk["features"].to(ids.device), chunk["last"].to(ids.device))
+        places = torch.arange(ids.shape[1], device=ids.device)
+        text = places < chunk["lengths"].to(ids.device)[:, None]
+        if "begins" in chunk:
+            text &= places >= chunk["begins"].to(ids.device)[:, None]
+        sums = {temperature: chunk[_sum_name(temperature)].to(ids.device) for temperature in self._temperatures}
+        return Batch(ids, text, chunk["features"].to(ids.device), chunk["last"].to(ids.device), sums)
 
 
-def _read(target: Target, rows: Rows) -> dict[str, Tensor]:
+def _sum_name(temperature: float) -> str:
+    return f"log_sum_{temperature}"
+
+
+def _read(target: Target, rows: Rows, device: torch.device, temperatures: Sequence[float]) -> dict[str, Tensor]:
+    """The tensors of a chunk, on `device`: states never go through another memory."""
     features, last = [], []
+    sums: dict[str, list[Tensor]] = {_sum_name(temperature): [] for temperature in temperatures}
     for ids in rows.ids.split(max(1, PASS_TOKENS // rows.ids.shape[1])):
         reading = target.read(ids.to(target.device))
-        features.append(reading.features.to(torch.bfloat16).cpu())
-        last.append(reading.last.to(torch.bfloat16).cpu())
-    return {"ids": rows.ids, "lengths": rows.lengths, "features": torch.cat(features), "last": torch.cat(last)}
+        features.append(reading.features.to(device, torch.bfloat16))
+        kept = reading.last.to(torch.bfloat16)
+        last.append(kept.to(device))
+        if temperatures:
+            logits = target.logits(kept)  # of the rounded states, which the loss reads
+            for temperature, found in zip(temperatures, sums.values(), strict=True):
+                found.append((logits / temperature).logsumexp(-1).to(device))
+    known = {"ids": rows.ids, "lengths": rows.lengths}
+    if rows.begins is not None:
+        known["begins"] = rows.begins
+    states = {"features": torch.cat(features), "last": torch.cat(last)}
+    states |= {name: torch.cat(found) for name, found in sums.items()}
+    return {name: tensor.to(device) for name, tensor in known.items()} | states
 
 
 def _keep(chunk: dict[str, Tensor], keep: Path | torch.device, index: int) -> dict[str, Tensor] | Path:
     if isinstance(keep, torch.device):
-        return {name: tensor.to(keep) for name, tensor in chunk.items()}
+        return chunk
     keep.mkdir(parents=True, exist_ok=True)
     path = keep / f"chunk-{index:05}.safetensors"
     save_file(chunk, path)

@@ -81,9 +81,10 @@ class Target:
         states = self.model.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
         return Reading(torch.cat([states[boundary] for boundary in self.boundaries], -1), states[-1])
 
-    def logits(self, last: Tensor) -> Tensor:
-        """The target's logits [..., vocabulary], float32."""
-        return F.linear(last.to(self.head.dtype), self.head).float()
+    def logits(self, last: Tensor, ids: Tensor | None = None) -> Tensor:
+        """The target's logits [..., vocabulary], float32; with `ids` int64 [n] of these tokens only, [..., n]."""
+        weight = self.head if ids is None else self.head[ids]
+        return F.linear(last.to(weight.dtype), weight).float()
 
     @torch.no_grad()
     def write(self, prompts: Tensor, new_tokens: int, temperature: float) -> tuple[Tensor, Tensor]:
@@ -137,3 +138,16 @@ def encode_all(folder: str | Path, texts: Sequence[str]) -> list[Tensor]:
     """Encodes each text as int64 ids [tokens] with the target's tokenizer, as `generate` would be given it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return [torch.tensor(ids, dtype=torch.int64) for ids in tokenizer(list(texts))["input_ids"]]
+
+
+def encode_prompts(folder: str | Path, prompts: Sequence[str]) -> list[Tensor]:
+    """Encodes each message of a user in the target's chat template, or alone if there is no template: [tokens]."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        return encode_all(folder, prompts)
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True, tokenize=False)
+        for prompt in prompts
+    ]
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return [torch.tensor(ids, dtype=torch.int64) for ids in encoded]

@@ -46,14 +46,14 @@ def choose_drafted(groups: Sequence[Rows], vocab: int, count: int | None) -> Ten
     """
     if count is None or count >= vocab:
         return torch.arange(vocab)
-    texts = [row[:length] for rows in groups for row, length in zip(rows.ids, rows.lengths.tolist(), strict=True)]
+    texts = [text for rows in groups for text in rows.texts()]
     frequency = torch.bincount(torch.cat(texts), minlength=vocab)
     return frequency.argsort(descending=True, stable=True)[:count].sort().values
 
 
 def coverage(groups: Sequence[Rows], drafted: Tensor) -> float:
     """Share of the tokens of rows that a head with this vocabulary can draft."""
-    texts = [row[:length] for rows in groups for row, length in zip(rows.ids, rows.lengths.tolist(), strict=True)]
+    texts = [text for rows in groups for text in rows.texts()]
     return torch.isin(torch.cat(texts), drafted).float().mean().item()
 
 
@@ -87,12 +87,13 @@ def train(head: DraftHead, target: Target, batches: Iterator[Batch], recipe: Rec
 
     Passes run in bfloat16 where the target does, in float32 otherwise; the weights and their steps are float32.
     """
-    history, start = History(), time.perf_counter()
+    history, start, losses = History(), time.perf_counter(), list[Tensor]()
     mean, optimizer = copy.deepcopy(head).requires_grad_(False), _optimizer(head, recipe)
     half = target.embedding.dtype == torch.bfloat16
     for step, batch in enumerate(itertools.islice(batches, recipe.steps)):
+        passed = time.perf_counter() - start
         for group in optimizer.param_groups:
-            group["lr"] = _rate(step, recipe)
+            group["lr"] = _rate(step, passed, recipe)
         with torch.autocast(target.device.type, torch.bfloat16, enabled=half):
             loss, accepted = chain_loss(head, target, batch, recipe)
         optimizer.zero_grad()
@@ -102,11 +103,15 @@ def train(head: DraftHead, target: Target, batches: Iterator[Batch], recipe: Rec
         decay = min(recipe.ema, (step + 1) / (step + 11))  # a young mean forgets the random start
         with torch.no_grad():
             torch._foreach_lerp_(list(mean.parameters()), list(head.parameters()), 1 - decay)
-        history.losses.append(loss.item())
-        if step % LOGGED == 0 or step + 1 == recipe.steps:
+        losses.append(loss.detach())  # a number here would wait for the device in every step
+        last = step + 1 == recipe.steps or (recipe.seconds is not None and passed > recipe.seconds)
+        if step % LOGGED == 0 or last:
             chances = [round(chance, 4) for chance in accepted.tolist()]
             history.accepted.append((step, chances))
-            LOGGER.info("step %d of %d: loss %.4f, accepted %s", step, recipe.steps, history.losses[-1], chances)
+            LOGGER.info("step %d of %d: loss %.4f, accepted %s", step, recipe.steps, loss.item(), chances)
+        if last:
+            break
+    history.losses = torch.stack(losses).tolist()
     head.load_state_dict(mean.state_dict())
     history.seconds = round(time.perf_counter() - start, 1)
     return history
@@ -116,11 +121,14 @@ def _optimizer(head: Eagle3Head, recipe: Recipe) -> torch.optim.Optimizer:
     matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
     vectors = [parameter for parameter in head.parameters() if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=head.fc.weight.is_cuda)
 
 
-def _rate(step: int, recipe: Recipe) -> float:
+def _rate(step: int, seconds: float, recipe: Recipe) -> float:
+    """The learning rate of a step that begins after so many seconds of training."""
     if step < recipe.warmup:
         return recipe.lr * (step + 1) / recipe.warmup
     passed = (step - recipe.warmup) / max(1, recipe.steps - recipe.warmup)
+    if recipe.seconds is not None:
+        passed = min(1.0, max(passed, seconds / recipe.seconds))
     return recipe.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * passed)))
