@@ -35,6 +35,7 @@ MIN_N, MAX_N = 2, 16
 EDITED = 0.05  # share of the tokens that differ
 PROMPT, NEW = 128, 256
 COLUMNS = ("workload", "batch", "k", "engine", "us", "tok_s", "tokens_per_pass", "speed_up", "text_equal")
+LAST = 2  # tokens of an edit at the end of a row
 DRAWN, COPY, EDIT = "nothing matches", "a copy", "behind an edit"
 
 
@@ -65,7 +66,7 @@ SEARCHES = (
     Search(2048, k=8),
     Search(2048, 1024),
     Search(2048, 4096),
-    Search(2048, 0, 65536),
+    Search(2048, 0, 65536, COPY),
     Search(2048, 4096, 65536, DRAWN),
     Search(2048, 4096, 65536, COPY),
     Search(2048, 4096, 65536),
@@ -93,10 +94,9 @@ def texts_of(search: Search, rows: int, device: torch.device) -> tuple[Tensor, T
             copied = tokens[row, half:].tolist()
             tokens[row, half:] = torch.tensor(with_edits(copied, EDITED, IDS, row))
         if search.content == COPY:
-            known = predicted[:, size - MAX_N : size] if size else tokens[:, half - MAX_N : half]
-            tokens[:, -MAX_N:] = known
+            tokens[:, -MAX_N:] = predicted[:, size - MAX_N : size] if size else tokens[:, half - MAX_N : half]
         else:
-            tokens[:, -2:] = torch.randint(IDS, (rows, 2), generator=generator)
+            tokens[:, -LAST:] = torch.randint(IDS, (rows, LAST), generator=generator)
     return tokens.to(device), predicted.to(device)
 
 
@@ -109,8 +109,9 @@ def call_of(search: Search, rows: int, device: torch.device) -> LookUp:
     for number in range(2 if search.table else 0):
         index = TextIndex(search.table, rungs_between(MIN_N, MAX_N), device)
         text = torch.randint(IDS, (search.table,), generator=torch.Generator().manual_seed(number)).tolist()
-        for row in range(min(rows, search.table // search.width)):
-            text[row * search.width : (row + 1) * search.width] = tokens[row].tolist()
+        for row in range(0 if search.content == DRAWN else min(rows, search.table // search.width)):
+            end = (row + 1) * search.width - (LAST if search.content == EDIT else 0)
+            text[row * search.width : end] = tokens[row, : end - row * search.width].tolist()
         index.write(0, text, number, 0)
         index.sort()
         shared.append(SharedTexts(index.table, torch.zeros_like(lengths)))
@@ -163,7 +164,7 @@ def compared(name: str, k: int | str, calls: Sequence[Call], plain: Sequence[Cal
 def decode_rows(
     generator: FastSpecGenerator, batch: int, ks: Sequence[int | str], new: int, rounds: int, ids: int
 ) -> Iterator[Row]:
-    """Decoding with predictions that the text repeats, and with one that nothing matches. Arms take turns with plain."""
+    """Rows of decoding with predictions that the text repeats, and with some that nothing matches."""
     drawn = torch.Generator().manual_seed(batch)
     prompts = torch.randint(ids, (batch, PROMPT), generator=drawn).tolist()
     plain = Arm(generator, 0)
@@ -181,36 +182,37 @@ def decode_rows(
     for arm in arms.values():
         measure(arm, 0)  # captures its steps
     calls = Experiment(arms, measure, rounds, mirrored=True).run()
-    for arm, found in calls.items():
-        if arm != "plain":
-            name, k = arm.split("|")
+    for label, found in calls.items():
+        if label != "plain":
+            name, k = label.split("|")
             yield compared(f"8b, {name}", k if k == "auto" else int(k), found, calls["plain"])
 
 
 def model_rows(given: argparse.Namespace) -> Iterator[Row]:
-    """Rows of all batches, by one generator for each."""
+    """Rows of all batches, by one generator."""
     fields = small(SHAPES["8b"]) if given.small else SHAPES["8b"]
     dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
     with tempfile.TemporaryDirectory() as scratch, shaped.drawn(given.device):
         place = write_model(Path(scratch, "8b"), fields)
-        for batch in given.batches:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # drafts may not pay: the rows say it
             start = time.perf_counter()
-            with (
-                warnings.catch_warnings(action="ignore"),  # drafts may not pay: the rows say it
-                FastSpecGenerator(
-                    place,
-                    proposer=Suffix(MIN_N, MAX_N, prediction_tokens=given.new),
-                    num_speculative_tokens="auto",
-                    max_batch_size=batch,
-                    max_length=PROMPT + given.new + 16,
-                    dtype=dtype,
-                    device=given.device,
-                    prefix_cache=False,
-                    progress=False,
-                ) as generator,
-            ):
-                for row in decode_rows(generator, batch, given.k, given.new, given.rounds, fields["vocab_size"]):
-                    yield {**row, "seconds": round(time.perf_counter() - start, 1)}
+            generator = FastSpecGenerator(
+                place,
+                proposer=Suffix(MIN_N, MAX_N, prediction_tokens=given.new),
+                num_speculative_tokens="auto",
+                max_batch_size=max(given.batches),
+                max_length=PROMPT + given.new + 16,
+                dtype=dtype,
+                device=given.device,
+                prefix_cache=False,
+                progress=False,
+            )
+            with generator:
+                say(f"generator made in {time.perf_counter() - start:.1f} s")
+                for batch in given.batches:
+                    for row in decode_rows(generator, batch, given.k, given.new, given.rounds, fields["vocab_size"]):
+                        yield {**row, "seconds": round(time.perf_counter() - start, 1)}
 
 
 def add_options(made: argparse.ArgumentParser) -> None:

@@ -36,10 +36,10 @@ class Suffix(NGram):
     """Finds a sequence's last tokens in a text, and drafts the tokens that follow them there.
 
     The texts are the sequence itself, its prediction, corpora, and earlier answers. A prediction is a text that the
-    request gives as its likely output. Each text is searched for the longest match of min_n to max_n tokens. The source
-    with the strongest match is used: the number of matching tokens, times the weight of the source. Outside a prediction
-    it gives at most 2 draft tokens per matching token. If corpora and earlier answers have several equally long matches,
-    the continuation that most of them share is used, see `look_up_text`.
+    request gives as its likely output. Each text is searched for the longest match of min_n to max_n tokens. The
+    strength of a match is its number of tokens, times the weight of its source. The strongest match is used. Outside a
+    prediction it gives at most 2 draft tokens per matching token. If corpora and earlier answers have several equally
+    long matches, the continuation that most of them share is used, see `look_up_text`.
 
     Copies of the sequence and of its prediction go on behind an edit, as with `NGram`. A prediction is followed from
     its beginning.

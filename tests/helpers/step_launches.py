@@ -145,7 +145,9 @@ def exchanges(arch: int) -> Calls:
 def _look_up(tables: int, predicted: bool, max_n: int) -> None:
     state = _state(64)
     prediction = Predictions(on_meta((BATCH, 4096), I64), state.prediction_lengths, state.prompt_lengths)
-    texts = tuple(SharedTexts(TextIndex(1000, rungs_between(2, max_n), META).table, state.owners) for _ in range(tables))
+    texts = tuple(
+        SharedTexts(TextIndex(1000, rungs_between(2, max_n), META).table, state.owners) for _ in range(tables)
+    )
     given = (state.tokens, state.lengths, 2, max_n)
     call = LookUp(*given, prediction if predicted else None, texts, per_match=2 if predicted or tables else None)
     look_up(call, DRAFTS)

@@ -62,7 +62,10 @@ def _look_up_kernel(
         if FIRST > 1:  # noqa: SIM102 - known when it is compiled
             if source == 1:
                 text_ptr, ends = prediction[0] + row * room_stride, tl.load(prediction[1] + row).to(tl.int32)
-                columns, otherwise = tl.full((), 0, tl.int32) + room, length32 - tl.load(prediction[2] + row).to(tl.int32)
+                columns, otherwise = (
+                    tl.full((), 0, tl.int32) + room,
+                    length32 - tl.load(prediction[2] + row).to(tl.int32),
+                )
         begin, matched = follow(text_ptr, ends, columns, row_ptr, length32, otherwise, min_n, max_n, BLOCK)
         if source == 0:
             count, matched = copy_of_row(row_ptr, length, begin, matched, k, out + 2, K)

@@ -23,7 +23,9 @@ def drawn(generator: torch.Generator, ids: int, *shape: int) -> Tensor:
     return torch.randint(ids, shape, generator=generator)
 
 
-def a_call(seed: int, min_n: int, max_n: int, device: str, *, rows: int = 5, wide: int = 1, weighted: bool = False) -> LookUp:
+def a_call(
+    seed: int, min_n: int, max_n: int, device: str, *, rows: int = 5, wide: int = 1, weighted: bool = False
+) -> LookUp:
     """Everything that a lookup can search, with junk behind every end. weighted: with drawn weights of the sources."""
 
     def weight() -> float:
