@@ -20,6 +20,7 @@ from perf import (
     first_token,
     gate,
     loading,
+    lookup,
     perplexity,
     quantised,
     records,
@@ -110,6 +111,7 @@ def parser() -> argparse.ArgumentParser:
     cpu.add_options(command(cpu.command_cpu))
     startup.add_options(command(startup.command_startup))
     loading.add_options(command(loading.command_loading))
+    lookup.add_options(command(lookup.command_lookup))
     perplexity.add_options(command(perplexity.command_perplexity))
     one = command(command_kernels)
     one.add_argument("--only", type=_words, default=(), help="names of benches")

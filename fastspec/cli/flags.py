@@ -228,10 +228,12 @@ def proposer_of(
 
     if not (found := re.fullmatch(r"(ngram|suffix)(?::(\d+):(\d+))?", flag or "suffix")):
         raise typer.BadParameter(f"got {flag!r}, wanted ngram or suffix, or ngram:MIN:MAX", param_hint="--proposer")
-    lengths = {name: int(number) for name, number in zip(("min_n", "max_n"), found.groups()[1:], strict=True) if number}
+    given = zip(("min_n", "max_n"), found.groups()[1:], strict=True)
+    lengths: dict[str, Any] = {name: int(number) for name, number in given if number}
     try:
         if found[1] == "suffix":
-            sizes = {"corpus_tokens": sum(len(text.encode()) for text in (corpus or {}).values())}  # a token has a byte
+            room = sum(len(text.encode()) for text in (corpus or {}).values())  # a token has a byte
+            sizes: dict[str, Any] = {"corpus_tokens": room}
             sizes |= {"prediction_tokens": max(4096, len(prediction.encode()))} if prediction else {}
             return Suffix(**lengths, **sizes, remember=remember)
         if texts:

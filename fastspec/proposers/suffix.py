@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from math import isfinite
+from types import MappingProxyType
 from typing import Literal, cast
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Self
 
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.lookup import LookUp, Predictions
+from fastspec.kernels.reference.lookup import LookUp, Predictions, SharedTexts
 from fastspec.proposers.ngram import NGram
 from fastspec.proposers.texts import TextIndex, rungs_between
 from fastspec.sampling.verify import Draws
@@ -24,6 +26,9 @@ NOBODY = -1  # owner of no text
 _PER_MATCHED = 2
 _CAPACITY = 2**24
 
+# what a matching token counts in each source; the prediction is made for this very answer
+_WEIGHTS: Mapping[str, float] = MappingProxyType({"row": 1.0, "prediction": 2.0, "corpus": 1.0, "answers": 1.0})
+
 Remember = Literal["prompt", "session", "all"]
 
 
@@ -32,9 +37,9 @@ class Suffix(NGram):
 
     The texts are the sequence itself, its prediction, corpora, and earlier answers. A prediction is a text that the
     request gives as its likely output. Each text is searched for the longest match of min_n to max_n tokens. The
-    prediction is used unless another match is longer than twice the prediction's match. Of the other texts the
-    one with the longest match is used. It gives at most 2 draft tokens per matching token. If corpora and earlier
-    answers have several equally long matches, the continuation that most of them share is used, see `look_up_text`.
+    strength of a match is its number of tokens, times the weight of its source. The strongest match is used. Outside a
+    prediction it gives at most 2 draft tokens per matching token. If corpora and earlier answers have several equally
+    long matches, the continuation that most of them share is used, see `look_up_text`.
 
     Copies of the sequence and of its prediction go on behind an edit, as with `NGram`. A prediction is followed from
     its beginning.
@@ -46,9 +51,12 @@ class Suffix(NGram):
         remember: requests that may get draft tokens from an earlier answer. "prompt": requests with the same prompt.
             "session": requests with the same `session`. "all": all requests. None: answers are not stored.
         remembered_tokens: number of tokens of earlier answers that are stored. The oldest are dropped first.
+        weights: weights of sources by name: "row" (the sequence itself), "prediction", "corpus", "answers". A weight
+            is a number above 0. Others keep their default: 2 for "prediction", else 1. So by default the prediction is
+            used, unless another match is more than twice as long.
 
     Raises:
-        ValueError: a number is out of range, or `remember` is another value.
+        ValueError: a number is out of range, `remember` is another value, or `weights` has another name.
     """
 
     def __init__(
@@ -60,6 +68,7 @@ class Suffix(NGram):
         corpus_tokens: int = 0,
         remember: Remember | None = None,
         remembered_tokens: int = 16384,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         super().__init__(min_n, max_n)
         if remember not in (None, "prompt", "session", "all"):
@@ -71,6 +80,7 @@ class Suffix(NGram):
                 raise ValueError(f"{name} must be a whole number from {least} to {_CAPACITY}, got {size!r}")
         self.prediction_tokens, self.corpus_tokens, self.remember = prediction_tokens, corpus_tokens, remember
         self.remembered_tokens = remembered_tokens if remember else 0
+        self.weights = _checked_weights(weights or {})
         self._corpus: TextIndex | None = None
         self._answers: TextIndex | None = None
         self._corpora: dict[str, list[int]] = {}
@@ -80,7 +90,7 @@ class Suffix(NGram):
         """Formats the constructor's arguments. Ranks compare this text to check that their settings are equal."""
         sizes = f"prediction_tokens={self.prediction_tokens}, corpus_tokens={self.corpus_tokens}"
         kept = f"remember={self.remember!r}, remembered_tokens={self.remembered_tokens}"
-        return f"Suffix(min_n={self.min_n}, max_n={self.max_n}, {sizes}, {kept})"
+        return f"Suffix(min_n={self.min_n}, max_n={self.max_n}, {sizes}, {kept}, weights={self.weights})"
 
     def __str__(self) -> str:
         """Describes the proposer in a few words, for messages and `explain()`."""
@@ -186,9 +196,24 @@ class Suffix(NGram):
         """Returns k draft tokens for each sequence with a match; see `DeterministicProposer.guess` for the result."""
         prediction = None
         if state.prediction.shape[1]:
-            prediction = Predictions(state.prediction, state.prediction_lengths, state.prompt_lengths)
-        searched = ((self._answers, state.owners), (self._corpus, torch.full_like(state.owners, SHARED)))
-        texts = tuple((index.table, owners) for index, owners in searched if index is not None)
-        rows = state.tokens, state.lengths
-        call = LookUp(*rows, self.min_n, self.max_n, prediction, texts, per_match=_PER_MATCHED)
-        return self.ops.look_up(call, k)
+            given = state.prediction, state.prediction_lengths, state.prompt_lengths
+            prediction = Predictions(*given, self.weights["prediction"])
+        texts: tuple[SharedTexts, ...] = ()
+        if self._answers is not None:
+            texts += (SharedTexts(self._answers.table, state.owners, self.weights["answers"]),)
+        if self._corpus is not None:
+            everyone = torch.full_like(state.owners, SHARED)
+            texts += (SharedTexts(self._corpus.table, everyone, self.weights["corpus"]),)
+        rows = state.tokens, state.lengths, self.min_n, self.max_n
+        return self.ops.look_up(LookUp(*rows, prediction, texts, _PER_MATCHED, self.weights["row"]), k)
+
+
+def _checked_weights(given: Mapping[str, float]) -> dict[str, float]:
+    """Returns the weight of every source. Raises ValueError if a name or a weight is refused."""
+    if not isinstance(given, Mapping) or (unknown := [name for name in given if name not in _WEIGHTS]):
+        got = repr(given) if not isinstance(given, Mapping) else f"the name {unknown[0]!r}"
+        raise ValueError(f"weights must be a dict with names of {', '.join(map(repr, _WEIGHTS))}, got {got}")
+    for name, weight in given.items():
+        if type(weight) not in (int, float) or not isfinite(weight) or weight <= 0:
+            raise ValueError(f"weights[{name!r}] must be a number above 0, got {weight!r}")
+    return {name: float(given.get(name, weight)) for name, weight in _WEIGHTS.items()}

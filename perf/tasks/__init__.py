@@ -1,8 +1,8 @@
-"""Drafters on forty tasks of eight kinds, with a real model: `python -m perf tasks --target DIR`.
+"""Drafters on 45 tasks of nine kinds, with a real model: `python -m perf tasks --target DIR`.
 
 The tasks are in tasks.jsonl, written for this project. Their kinds follow what people use assistants for: edit code,
-write docstrings, summarise, quote, convert to JSON, copy, tell stories, chat. Summarising and chat are categories of
-SPEED-Bench, too. A prompt is the task in the model's chat template, or the task alone if there is no template.
+write docstrings, summarise, quote, convert to JSON, copy, tell stories, chat, and go on with an agent's calls of tools.
+Summarising and chat are categories of SPEED-Bench, too. A prompt is the task in the model's chat template, or the task alone if there is no template.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def batches(tasks: Sequence[Task], size: int) -> list[list[Task]]:
 
 
 def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
-    """Tokens per step and acceptance of drafters on forty tasks, with a model of your own."""
+    """Tokens per step and acceptance of drafters on 45 tasks, with a model of your own."""
     tasks = chosen(read_tasks(), given.kinds, given.each)
     if not tasks:
         raise SystemExit(

@@ -26,7 +26,7 @@ from fastspec.kernels.recurrent.dispatch import delta_rule
 from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.recurrent.state_space import mamba, mamba_norm, selective_conv, selective_scan, short_conv
 from fastspec.kernels.reference.linear import PartKeys
-from fastspec.kernels.reference.lookup import LookUp, Predictions
+from fastspec.kernels.reference.lookup import LookUp, Predictions, SharedTexts
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.step import Record
 from fastspec.kernels.room import BLOCK, Room
@@ -145,7 +145,9 @@ def exchanges(arch: int) -> Calls:
 def _look_up(tables: int, predicted: bool, max_n: int) -> None:
     state = _state(64)
     prediction = Predictions(on_meta((BATCH, 4096), I64), state.prediction_lengths, state.prompt_lengths)
-    texts = tuple((TextIndex(1000, rungs_between(2, max_n), META).table, state.owners) for _ in range(tables))
+    texts = tuple(
+        SharedTexts(TextIndex(1000, rungs_between(2, max_n), META).table, state.owners) for _ in range(tables)
+    )
     given = (state.tokens, state.lengths, 2, max_n)
     call = LookUp(*given, prediction if predicted else None, texts, per_match=2 if predicted or tables else None)
     look_up(call, DRAFTS)

@@ -300,7 +300,7 @@ def test_modes_and_formats_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
     assert Counter(task.kind for task in read_tasks()) == dict.fromkeys(
-        ("edit code", "docstring", "summarise", "quote", "to JSON", "copy", "story", "chat"), 5
+        ("edit code", "docstring", "summarise", "quote", "to JSON", "copy", "story", "chat", "agent loop"), 5
     )
     options = ("--target", str(demo_pair()[0]), "--draft", str(demo_pair()[1]), "--name", "shipped", "--k", "2")
     options += ("--dtype", "float32")

@@ -9,31 +9,52 @@ from fastspec.kernels.reference.lookup import ANCHOR, ANCHOR_MOST, GAP
 
 _GAP, _ANCHOR, _ANCHOR_MOST = (tl.constexpr(each) for each in (GAP, ANCHOR, ANCHOR_MOST))
 _ID_BITS = tl.constexpr(63 // ANCHOR)  # number of bits for a token id in the results of `_three_before`
+PLACE_BITS = 27  # number of bits for a place in a score, and for a distance; the rest is for the matching tokens
+_PLACE_BITS, _ABOVE, _LAST = (tl.constexpr(each) for each in (PLACE_BITS, 2 * PLACE_BITS, (1 << PLACE_BITS) - 1))
+_AT_ONCE = tl.constexpr(4)  # number of tokens that `_runs` loads before it waits for them
 
 
 @triton.jit
 def _runs(text_ptr, place, alive, row_ptr, last, limit):
     """Returns the number of tokens before each place of a text that equal the tokens of a row up to position `last`.
 
-    The equal tokens are text[place - 1 - i] == row[last - i] for i = 0, 1, .. up to the first difference.
+    The equal tokens are text[place - 1 - i] == row[last - i] for i = 0, 1, .. up to the first difference. The result is
+    int32.
 
     Args:
         text_ptr: tokens of the text.
-        place: indices in the text, of any shape.
+        place: indices in the text, int32 of any shape.
         alive: True where a result is wanted, in the shape of `last - place`. Other results are 0.
         row_ptr: tokens of the row.
-        last: positions in the row, of a shape that broadcasts with `place`.
+        last: positions in the row, int32 of a shape that broadcasts with `place`.
         limit: largest length.
     """
-    run = tl.zeros_like(alive.to(tl.int64))
+    run = tl.zeros_like(alive.to(tl.int32))
     back = 0
-    while (back < limit) & (tl.max(alive.to(tl.int32)) > 0):
-        theirs = tl.load(text_ptr + place - 1 - back, mask=place > back, other=-1)
-        ours = tl.load(row_ptr + last - back, mask=last >= back, other=-1)
-        alive = alive & (place > back) & (last >= back) & (theirs == ours)
-        run += alive.to(tl.int64)
-        back += 1
+    left = 1
+    while (back < limit) & (left > 0):
+        for _ in tl.static_range(_AT_ONCE):  # these loads do not wait for each other
+            theirs = tl.load(text_ptr + place - 1 - back, mask=place > back, other=-1).to(tl.int32)
+            ours = tl.load(row_ptr + last - back, mask=last >= back, other=-2).to(tl.int32)
+            alive = alive & (theirs == ours) & (back < limit)
+            run += alive.to(tl.int32)
+            back += 1
+        left = tl.max(alive.to(tl.int32))
     return run
+
+
+@triton.jit
+def _score(most, distance, place):
+    """Packs three int32 into an int64 score: larger `most` first, then smaller `distance`, then smaller `place`."""
+    near = _LAST - distance
+    first = _LAST - place
+    return (most.to(tl.int64) << _ABOVE) | (near.to(tl.int64) << _PLACE_BITS) | first.to(tl.int64)
+
+
+@triton.jit
+def _place_of(score):
+    """Returns the place of a score of `_score`, int64."""
+    return _LAST - (score & _LAST)
 
 
 @triton.jit
@@ -42,7 +63,7 @@ def _three_before(tokens_ptr, place):
 
     The result is -1 for places with fewer than 3 tokens before them.
     """
-    packed = tl.zeros_like(place)
+    packed = tl.zeros_like(place).to(tl.int64)
     for back in tl.static_range(_ANCHOR):
         packed = (packed << _ID_BITS) | tl.load(tokens_ptr + place - 1 - back, mask=place >= _ANCHOR, other=0)
     return tl.where(place >= _ANCHOR, packed, -1)
@@ -55,48 +76,48 @@ def _expected_place(text_ptr, ends, room, row_ptr, length, otherwise, min_n, BLO
     Returns the place, and 1 if it comes from an anchor, else 0. For the arguments see `follow`.
     """
     best = tl.full((), 0, tl.int64)
-    gap = 1 + tl.arange(0, _GAP).to(tl.int64)[:, None]
+    gap = 1 + tl.arange(0, _GAP)[:, None]
     ours = _three_before(row_ptr, length - gap)
     for start in range(0, ends, BLOCK):
-        place = start + tl.arange(0, BLOCK).to(tl.int64)[None, :]
+        place = start + tl.arange(0, BLOCK)[None, :]
         usable = (place + gap < ends) & (ours >= 0) & (_three_before(text_ptr, place) == ours)
         if tl.max(usable.to(tl.int32)) > 0:  # anchors are rare: lengths and scores are computed only if there is one
             run = _runs(text_ptr, place, usable, row_ptr, length - 1 - gap, tl.maximum(min_n, _ANCHOR_MOST))
-            near = room - tl.minimum(tl.abs(place + gap - otherwise), room)
-            score = tl.minimum(run, _ANCHOR_MOST) * (_GAP + 1) + _GAP - gap
-            score = (score * (room + 1) + near) * (room + 1) + room - place
+            distance = tl.minimum(tl.abs(place + gap - otherwise), room)
+            score = _score(tl.minimum(run, _ANCHOR_MOST) * (_GAP + 1) + _GAP - gap, distance, place)
             best = tl.maximum(best, tl.max(tl.where(run >= tl.maximum(min_n, _ANCHOR), score, 0)))
-    of_gap = best // (room + 1) // (room + 1) % (_GAP + 1)
-    expected = tl.where(best > 0, room - best % (room + 1) + _GAP - of_gap, otherwise)
+    of_gap = (best >> _ABOVE) % (_GAP + 1)
+    expected = tl.where(best > 0, _place_of(best) + _GAP - of_gap, otherwise).to(tl.int32)
     begins = (otherwise <= _GAP) & (otherwise < ends)
-    return expected, ((best > 0) | begins).to(tl.int64)
+    return expected, ((best > 0) | begins).to(tl.int32)
 
 
 @triton.jit
 def follow(text_ptr, ends, room, row_ptr, length, otherwise, min_n, max_n, BLOCK: tl.constexpr):
     """Finds the place in a text at which a row continues, as `reference.lookup.follow`.
 
-    Returns the place, and the number of tokens that match before it; 0 if no place was found.
+    Returns the place, and the number of tokens that match before it; 0 if no place was found. Both are int64.
 
     Args:
-        text_ptr, ends: tokens of the text, and their number.
-        room: number of columns of the tensor with the text.
-        row_ptr, length: tokens of the row, and their number.
-        otherwise: expected place if no match tells more, `RepeatedText.expected`.
+        text_ptr, ends: tokens of the text, and their number, int32.
+        room: number of columns of the tensor with the text, int32.
+        row_ptr, length: tokens of the row, and their number, int32.
+        otherwise: expected place if no match tells more, `RepeatedText.expected`, int32.
         min_n, max_n: see `LookUp`.
         BLOCK: number of places that are compared at a time.
     """
     expected, found = _expected_place(text_ptr, ends, room, row_ptr, length, otherwise, min_n, BLOCK // 2)
-    best = tl.full((), 0, tl.int64)
+    best = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, ends, BLOCK):
-        place = start + tl.arange(0, BLOCK).to(tl.int64)
+        place = start + tl.arange(0, BLOCK)
         run = _runs(text_ptr, place, (place >= 1) & (place < ends), row_ptr, length - 1, max_n)
         distance = tl.abs(place - expected)
         near = (found > 0) & (run >= 1) & (distance <= _GAP)
-        score = (run * (room + 1) + room - tl.minimum(distance, room)) * (room + 1) + room - place
-        best = tl.maximum(best, tl.max(tl.where((run >= min_n) | near, score, 0), axis=0))
-    matched = tl.where(best > 0, best // (room + 1) // (room + 1), found)
-    begin = tl.where(best > 0, room - best % (room + 1), expected)
+        score = _score(run, tl.minimum(distance, room), place)
+        best = tl.maximum(best, tl.where((run >= min_n) | near, score, 0))
+    most = tl.max(best, axis=0)
+    matched = tl.where(most > 0, most >> _ABOVE, found.to(tl.int64))
+    begin = tl.where(most > 0, _place_of(most), expected.to(tl.int64))
     return tl.minimum(tl.maximum(begin, 0), room - 1), tl.where(ends > 0, matched, 0)
 
 
@@ -104,7 +125,7 @@ def follow(text_ptr, ends, room, row_ptr, length, otherwise, min_n, max_n, BLOCK
 def copy_of_row(row_ptr, length, begin, matched, k, drafts_ptr, K: tl.constexpr):
     """Writes k tokens of a row from position `begin` on; if fewer follow, these are repeated. K: a power of two >= k.
 
-    Returns the number of valid draft tokens, and the strength of the match (`reference.look_up`).
+    Returns the number of valid draft tokens, and the number of matching tokens.
     """
     at = tl.arange(0, K)
     token = tl.load(row_ptr + begin + at % tl.maximum(length - begin, 1), mask=at < k, other=0)
@@ -116,9 +137,9 @@ def copy_of_row(row_ptr, length, begin, matched, k, drafts_ptr, K: tl.constexpr)
 def copy_of_prediction(text_ptr, predicted, begin, matched, k, drafts_ptr, K: tl.constexpr):
     """Writes up to k tokens of a prediction of `predicted` tokens, from place `begin` on. K: a power of two >= k.
 
-    Returns the number of valid draft tokens, and the strength of the match (`reference.look_up`).
+    Returns the number of valid draft tokens, and the number of matching tokens; 0 without draft tokens.
     """
     count = tl.where(matched > 0, tl.minimum(tl.maximum(predicted - begin, 0), k), 0)
     at = tl.arange(0, K)
     tl.store(drafts_ptr + at, tl.load(text_ptr + begin + at, mask=at < count, other=0), mask=at < k)
-    return count, tl.where(count > 0, 2 * matched, 0)
+    return count, tl.where(count > 0, matched, 0)

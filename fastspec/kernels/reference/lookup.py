@@ -58,11 +58,28 @@ class Predictions:
         tokens: int64 [B, R], tokens of the predictions, R >= 1.
         lengths: int64 [B], number of tokens of each prediction. 0: the row has none.
         prompt_lengths: int64 [B], number of tokens of each row's prompt.
+        weight: factor of the strength of a match, see `look_up`.
     """
 
     tokens: Tensor
     lengths: Tensor
     prompt_lengths: Tensor
+    weight: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTexts:
+    """Texts that several rows may repeat.
+
+    Attributes:
+        table: the texts.
+        owners: int64 [B], the owner whose texts each row may find.
+        weight: factor of the strength of a match, see `look_up`.
+    """
+
+    table: TextTable
+    owners: Tensor
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +91,9 @@ class LookUp:
         lengths: int64 [B], at least 1.
         min_n, max_n: smallest and largest number of last tokens that must match an earlier occurrence.
         prediction: predicted outputs of the rows. None: there are none.
-        texts: tables of shared texts, each with int64 [B]: the owner whose texts each row may find.
+        texts: shared texts.
         per_match: largest number of draft tokens for each token that matches, except in predictions. None: no limit.
+        row_weight: factor of the strength of a match in the row itself, see `look_up`.
     """
 
     tokens: Tensor
@@ -83,8 +101,15 @@ class LookUp:
     min_n: int
     max_n: int
     prediction: Predictions | None = None
-    texts: tuple[tuple[TextTable, Tensor], ...] = ()
+    texts: tuple[SharedTexts, ...] = ()
     per_match: int | None = None
+    row_weight: float = 1.0
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Weights of the sources, in this order: the row itself, its prediction if there is one, the shared texts."""
+        predicted = () if self.prediction is None else (self.prediction.weight,)
+        return self.row_weight, *predicted, *(shared.weight for shared in self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +130,9 @@ class RepeatedText:
 def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
     """Proposes up to k draft tokens for each row, from the source with the strongest match.
 
-    Sources are the row's prediction, the row itself, and the tables of texts. The strength of a match is its number of
-    matching tokens n; in the prediction it is 2 n. If several are equally strong, the first source in this order is
-    taken.
+    Sources are the row's prediction, the row itself, and the shared texts. The strength of a match is its number of
+    matching tokens times the weight of its source, in float32. A match without draft tokens has strength 0. If several
+    are equally strong, the first source in this order is taken: prediction, row, shared texts.
 
     Args:
         call: the rows, and the texts to search.
@@ -118,19 +143,33 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
     """
     tokens, lengths, per_match = call.tokens, call.lengths, k if call.per_match is None else call.per_match
     start, run = follow(call, RepeatedText(tokens, lengths, lengths))
-    found = [(_copied(tokens, lengths, start, k), (run * per_match).clamp(max=k), run)]  # drafts, counts, strength
+    found = [(_copied(tokens, lengths, start, k), (run * per_match).clamp(max=k), run)]  # drafts, counts, matching
     if (given := call.prediction) is not None:
         source = RepeatedText(given.tokens, given.lengths, lengths - given.prompt_lengths)
-        found.insert(0, _from_prediction(given, follow(call, source), k))
+        found.append(_from_prediction(given, follow(call, source), k))
     back = lengths[:, None] - 1 - torch.arange(call.max_n, device=tokens.device)
     recent, known = tokens.gather(1, back.clamp_min(0)), back >= 0
-    for table, owners in call.texts:
-        drafts, counts, run = look_up_text(table, recent, known, owners, k)
+    for shared in call.texts:
+        drafts, counts, run = look_up_text(shared.table, recent, known, shared.owners, k)
         found.append((drafts, torch.minimum(counts, run * per_match), run))
-    drafts, counts, strengths = (torch.stack(each, dim=1) for each in zip(*found, strict=True))
-    order = torch.arange(len(found), 0, -1, device=tokens.device)  # the first of equally strong ones
-    best = (strengths * (len(found) + 1) + order).argmax(dim=1)[:, None]
+    drafts, counts, matching = (torch.stack(each, dim=1) for each in zip(*found, strict=True))
+    strengths = [one.float() * weight for one, weight in zip(matching.unbind(1), call.weights, strict=True)]
+    best = _strongest(torch.stack(strengths, dim=1), call.prediction is not None)
     return drafts.gather(1, best[..., None].expand(-1, 1, k))[:, 0], counts.gather(1, best)[:, 0]
+
+
+def _strongest(strengths: Tensor, predicted: bool) -> Tensor:
+    """Returns the index of each row's strongest source, int64 [B, 1].
+
+    Args:
+        strengths: float32 [B, sources], in the order of `LookUp.weights`.
+        predicted: True if source 1 is the prediction. It comes first among equally strong ones, then the lowest index.
+    """
+    order = torch.arange(strengths.shape[1], 0, -1, device=strengths.device)
+    if predicted:
+        order = torch.where(order == len(order) - 1, len(order) + 1, order)
+    strongest = strengths == strengths.amax(dim=1, keepdim=True)
+    return torch.where(strongest, order, 0).argmax(dim=1)[:, None]
 
 
 def _copied(tokens: Tensor, lengths: Tensor, start: Tensor, k: int) -> Tensor:
@@ -161,13 +200,13 @@ def _from_prediction(prediction: Predictions, places: tuple[Tensor, Tensor], k: 
         k: number of draft tokens.
 
     Returns:
-        Draft tokens [B, k], the number of valid ones [B], and the strength of the match [B], see `look_up`.
+        Draft tokens [B, k], the number of valid ones [B], and the number of matching tokens [B]; 0 without drafts.
     """
     place, matched = places
     at = place[:, None] + torch.arange(k, device=place.device)
     drafts = prediction.tokens.gather(1, at.clamp(max=prediction.tokens.shape[1] - 1))
     counts = torch.where(matched > 0, (prediction.lengths - place).clamp(0, k), 0)
-    return drafts, counts, torch.where(counts > 0, 2 * matched, 0)
+    return drafts, counts, torch.where(counts > 0, matched, 0)
 
 
 def follow(call: LookUp, source: RepeatedText) -> tuple[Tensor, Tensor]:

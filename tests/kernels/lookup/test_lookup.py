@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fastspec.kernels import reference
-from fastspec.kernels.reference.lookup import LookUp, Predictions
+from fastspec.kernels.reference.lookup import LookUp, Predictions, SharedTexts
 from fastspec.proposers.texts import TextIndex, rungs_between
 from tests.helpers.devices import devices
 
@@ -23,8 +23,14 @@ def drawn(generator: torch.Generator, ids: int, *shape: int) -> Tensor:
     return torch.randint(ids, shape, generator=generator)
 
 
-def a_call(seed: int, min_n: int, max_n: int, device: str, *, rows: int = 5, wide: int = 1) -> LookUp:
-    """Everything that a lookup can search, with junk behind every end."""
+def a_call(
+    seed: int, min_n: int, max_n: int, device: str, *, rows: int = 5, wide: int = 1, weighted: bool = False
+) -> LookUp:
+    """Everything that a lookup can search, with junk behind every end. weighted: with drawn weights of the sources."""
+
+    def weight() -> float:
+        return float(drawn(generator, 12, 1) + 1) / 3  # products of some of them round
+
     generator = torch.Generator().manual_seed(seed)
     ids = 2 + seed % 3
     tokens = drawn(generator, ids, rows, WIDTH * wide)
@@ -48,10 +54,14 @@ def a_call(seed: int, min_n: int, max_n: int, device: str, *, rows: int = 5, wid
             index.write(start, text, number, int(drawn(generator, 2, 1)))
             start += len(text)
         index.sort()
-        texts.append((index.table, (drawn(generator, 4, rows) - 1 if table else torch.zeros(rows).long()).to(device)))
+        owners = drawn(generator, 4, rows) - 1 if table else torch.zeros(rows).long()
+        texts.append(SharedTexts(index.table, owners.to(device), weight() if weighted else 1.0))
+    if weighted:
+        prediction = replace(prediction, weight=weight())
     given = prediction if seed % 5 else None
     per_match = (None, 2)[seed % 7 > 1]
-    return LookUp(tokens.to(device), lengths.to(device), min_n, max_n, given, tuple(texts), per_match)
+    own = weight() if weighted else 1.0
+    return LookUp(tokens.to(device), lengths.to(device), min_n, max_n, given, tuple(texts), per_match, own)
 
 
 def assert_equal(call: LookUp, k: int) -> Tensor:
@@ -70,7 +80,7 @@ def assert_equal(call: LookUp, k: int) -> Tensor:
 @pytest.mark.parametrize(("min_n", "max_n", "k"), SEARCHES, ids=str)
 def test_the_kernels_equal_their_torch_definition(min_n: int, max_n: int, k: int, device: str) -> None:
     for seed in range(1, 8 if device == "cpu" else 200):
-        assert_equal(a_call(seed, min_n, max_n, device), k)
+        assert_equal(a_call(seed, min_n, max_n, device, weighted=bool(seed % 2)), k)
 
 
 def test_each_source_drafts_in_these_calls() -> None:
