@@ -3,11 +3,10 @@
 Microseconds from graph replays (perf.timing), with random activations. `us` is the recurrence in chunks, `token_us` the
 recurrence token by token, and `layer_us` the whole operation, with the convolution before it and what it stores. Errors
 are those of the recurrence's own inputs, against fp64: of the state after the prompt, as a share of its largest
-element, and the share of outputs that are not the exact result rounded once. `bits_equal` says whether passes of 64, 128
-and so on leave the bits of one pass.
+element, and the share of outputs that are not the exact result rounded once. `bits_equal` says whether passes of 64,
+128 and so on leave the bits of one pass. --sweep times other launch configurations, too.
 
-Usage: python -m perf.kernels.mamba [--shapes nano granite] [--tokens 64 512 2048] [--repeats 9] [--sweep] [--device cuda]
-       --sweep times other launch configurations, too
+Usage: python -m perf.kernels.mamba [--shapes nano granite] [--tokens 64 512 2048] [--batch 1] [--repeats 9] [--sweep]
 """
 
 from __future__ import annotations

@@ -242,7 +242,11 @@ def recurrent(arch: int) -> Calls:
 
 
 def _states() -> Calls:
-    """Layers of the sizes of Nemotron 3 Nano, LFM2 and Jamba, and of no powers of two; steps, and a prompt."""
+    """Layers of the sizes of Nemotron 3 Nano, LFM2 and Jamba, and of no powers of two; steps, and a prompt.
+
+    And a prompt of Falcon-H1's size, whose B and C are wide.
+    """
+    yield "falcon", partial(_state_of, MambaRule(24, 64, 1, 256, 4), BF16, 1, 64)
     of_jamba = SelectiveRule(8192, 16, 4, 256)
     for rule in (
         of_jamba,

@@ -11,10 +11,10 @@ i <= t:
     out_t = e^g_t S C_t + sum over i <= t of (C_t . B_i) e^(g_t - g_i) d_i x_i + skip x_t
     S'    = e^g_last S + sum over i of e^(g_last - g_i) d_i x_i B_i^T
 
-Precision. x, B and C have the dtype of the product, so tensor cores multiply B and C without loss. In each other product
-one factor is fp32. With bf16 it is split into parts of 8 bits, and each part is multiplied. The new state gets three
-parts, which are all bits of fp32: an error of a state would stay in it for the rest of the text. The output gets two
-parts, whose error is 2^-17 of a factor: it is rounded to bf16 at once.
+Precision. x, B and C have the dtype of the product, so tensor cores multiply B and C without loss. In each other
+product one factor is fp32. With bf16 it is split into parts of 8 bits, and each part is multiplied. The new state gets
+three parts, which are all bits of fp32: an error of a state would stay in it for the rest of the text. The output gets
+two parts, whose error is 2^-17 of a factor: it is rounded to bf16 at once.
 
 g_t may be far larger than a difference g_t - g_i. So it is added up in fp64, and kept as two fp32 numbers. A difference
 then has the error of one rounding to fp32.
@@ -72,9 +72,10 @@ class MambaPlan(NamedTuple):
     stages: int
 
 
-IN_16_BITS = MambaPlan(chunk=64, block=32, inside_warps=4, across_warps=8, stages=2)
-WIDE_IN_16_BITS = MambaPlan(chunk=32, block=32, inside_warps=4, across_warps=8, stages=2)  # more than 128 elements of B
-IN_FP32 = MambaPlan(chunk=16, block=16, inside_warps=8, across_warps=8, stages=1)
+IN_BF16 = MambaPlan(chunk=64, block=32, inside_warps=4, across_warps=8, stages=2)
+WIDE_IN_BF16 = MambaPlan(chunk=32, block=32, inside_warps=4, across_warps=8, stages=2)  # more than 128 elements of B
+IN_FP16 = MambaPlan(chunk=32, block=16, inside_warps=4, across_warps=4, stages=2)  # not measured
+IN_FP32 = MambaPlan(chunk=16, block=16, inside_warps=8, across_warps=8, stages=1)  # not measured
 
 
 @triton.jit
@@ -247,9 +248,9 @@ def _across_mamba_kernel(
 
 def plan_of(rule: MambaRule, dtype: torch.dtype) -> MambaPlan:
     """Returns the launch configuration for a layer and the dtype of its product."""
-    if dtype == torch.float32:
-        return IN_FP32
-    return IN_16_BITS if rule.state_dim <= 128 else WIDE_IN_16_BITS
+    if dtype == torch.bfloat16:
+        return IN_BF16 if rule.state_dim <= 128 else WIDE_IN_BF16
+    return IN_FP16 if dtype == torch.float16 else IN_FP32
 
 
 def mamba_in_chunks(
@@ -274,9 +275,9 @@ def mamba_in_chunks(
     batch, tokens = slots.positions.shape
     plan = plan or plan_of(rule, product.dtype)
     pieces = triton.cdiv(tokens + plan.chunk - 1, plan.chunk)
-    out, wide = product.new_empty(batch, tokens, rule.values), {"dtype": torch.float32, "device": product.device}
-    total = torch.empty(batch, pieces, rule.heads, plan.chunk, **wide)
-    inside = Inside(torch.empty(batch, tokens, rule.values, **wide), total, torch.empty_like(total))
+    out, wide = product.new_empty(batch, tokens, rule.values), slots.states.new_empty
+    of_chunks = batch, pieces, rule.heads, plan.chunk
+    inside = Inside(wide(batch, tokens, rule.values), wide(of_chunks), wide(of_chunks))
     sizes = {
         "HEADS": rule.heads,
         "HEAD_DIM": rule.head_dim,
