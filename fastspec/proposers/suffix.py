@@ -52,8 +52,8 @@ class Suffix(NGram):
             "session": requests with the same `session`. "all": all requests. None: answers are not stored.
         remembered_tokens: number of tokens of earlier answers that are stored. The oldest are dropped first.
         weights: weights of sources by name: "row" (the sequence itself), "prediction", "corpus", "answers". A weight
-            is a number from 0.001 to 1000. Others keep their default: 2 for "prediction", else 1. So by default the prediction is
-            used, unless another match is more than twice as long.
+            is a number from 0.001 to 1000. Others keep their default: 2 for "prediction", else 1. So by default the
+            prediction is used, unless another match is more than twice as long.
 
     Raises:
         ValueError: a number is out of range, `remember` is another value, or `weights` has another name.
