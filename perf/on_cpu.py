@@ -54,7 +54,7 @@ def by_workload(rows: Sequence[Row]) -> list[Row]:
 def parts(rows: Sequence[Row]) -> list[Part]:
     """Headings, rows and columns of the tables."""
     tasks = [
-        {**row, "model": row["workload"].split(",")[0]}
+        row
         for row in rows
         if row.get("bench") == "tasks"
         and row["kind"] == "all"
@@ -63,6 +63,6 @@ def parts(rows: Sequence[Row]) -> list[Part]:
     ]
     return [
         ("Decoding on a CPU, in multiples of transformers", by_workload(rows), DECODING),
-        ("Drafters on tasks, greedy, on a CPU", newest(tasks, "tasks", "model", "drafter", "k"), DRAFTERS),
+        ("Drafters on tasks, greedy, on a CPU", newest(tasks, "tasks", "workload", "drafter", "k"), DRAFTERS),
         ("Perplexity by format", newest(rows, "perplexity", "workload", "format"), PERPLEXITY),
     ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from math import isfinite
 from types import MappingProxyType
 from typing import Literal, cast
 
@@ -26,7 +25,8 @@ NOBODY = -1  # owner of no text
 _PER_MATCHED = 2
 _CAPACITY = 2**24
 
-# what a matching token counts in each source; the prediction is made for this very answer
+_WEIGHT_LIMIT = 1000
+# what a matching token counts in each source; a prediction was given for this very answer
 _WEIGHTS: Mapping[str, float] = MappingProxyType({"row": 1.0, "prediction": 2.0, "corpus": 1.0, "answers": 1.0})
 
 Remember = Literal["prompt", "session", "all"]
@@ -52,8 +52,8 @@ class Suffix(NGram):
             "session": requests with the same `session`. "all": all requests. None: answers are not stored.
         remembered_tokens: number of tokens of earlier answers that are stored. The oldest are dropped first.
         weights: weights of sources by name: "row" (the sequence itself), "prediction", "corpus", "answers". A weight
-            is a number above 0. Others keep their default: 2 for "prediction", else 1. So by default the prediction is
-            used, unless another match is more than twice as long.
+            is a number from 0.001 to 1000. Others keep their default: 2 for "prediction", else 1. So by default the
+            prediction is used, unless another match is more than twice as long.
 
     Raises:
         ValueError: a number is out of range, `remember` is another value, or `weights` has another name.
@@ -214,6 +214,8 @@ def _checked_weights(given: Mapping[str, float]) -> dict[str, float]:
         got = repr(given) if not isinstance(given, Mapping) else f"the name {unknown[0]!r}"
         raise ValueError(f"weights must be a dict with names of {', '.join(map(repr, _WEIGHTS))}, got {got}")
     for name, weight in given.items():
-        if type(weight) not in (int, float) or not isfinite(weight) or weight <= 0:
-            raise ValueError(f"weights[{name!r}] must be a number above 0, got {weight!r}")
+        if type(weight) not in (int, float) or not 1 / _WEIGHT_LIMIT <= weight <= _WEIGHT_LIMIT:
+            raise ValueError(
+                f"weights[{name!r}] must be a number from {1 / _WEIGHT_LIMIT} to {_WEIGHT_LIMIT}, got {weight!r}"
+            )
     return {name: float(given.get(name, weight)) for name, weight in _WEIGHTS.items()}

@@ -2,7 +2,8 @@
 
 The tasks are in tasks.jsonl, written for this project. Their kinds follow what people use assistants for: edit code,
 write docstrings, summarise, quote, convert to JSON, copy, tell stories, chat, and go on with an agent's calls of tools.
-Summarising and chat are categories of SPEED-Bench, too. A prompt is the task in the model's chat template, or the task alone if there is no template.
+Summarising and chat are categories of SPEED-Bench, too. A prompt is the task in the model's chat template, or the task
+alone if there is no template.
 """
 
 from __future__ import annotations

@@ -16,7 +16,15 @@ from fastspec.engine.engine import Engine
 from fastspec.inputs.options import RowOptions
 from fastspec.kernels import reference
 from fastspec.kernels.ops import Ops
-from fastspec.kernels.reference.lookup import LOOKED_AT, LookUp, RepeatedText, follow, look_up_text
+from fastspec.kernels.reference.lookup import (
+    LOOKED_AT,
+    LookUp,
+    Predictions,
+    RepeatedText,
+    SharedTexts,
+    follow,
+    look_up_text,
+)
 from fastspec.output import GenerateOutput
 from fastspec.proposers.combined import LookupThenModel
 from fastspec.proposers.draft_model import DraftModel
@@ -119,6 +127,63 @@ def test_the_place_in_the_row_itself_is_its_definition(row: list[int], min_n: in
     assert drafts[0, : int(counts)].tolist() == grown[len(row) :]
 
 
+def strongest(
+    row: list[int], prediction: list[int], answered: int, shelves: list[list[list[int]]], weights: list[float], k: int
+) -> list[int]:
+    """The definition of `look_up` for matches of 2 to 6 tokens: drafts of the strongest source.
+
+    Weights are those of the row, the prediction and each shelf.
+    """
+    place, matched = followed(prediction, row, answered, 2, 6)
+    found = [(matched * weights[1], prediction[place : place + k] if matched else [])]
+    place, matched = followed(row, row, len(row), 2, 6)
+    grown = list(row)
+    for j in range(min(k, 2 * matched)):
+        grown.append(grown[place + j])
+    found.append((matched * weights[0], grown[len(row) :]))
+    for shelf, weight in zip(shelves, weights[2:], strict=True):
+        drafts, matched = indexed([(0, text) for text in shelf], row, 0, rungs_between(2, 6), k)
+        found.append((matched * weight, drafts[: 2 * matched]))
+    return max(((strength, drafts) for strength, drafts in found if drafts), key=lambda each: each[0], default=(0, []))[
+        1
+    ]
+
+
+texts_of_few = st.lists(st.lists(few, min_size=1, max_size=20), max_size=3)
+quarters = st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.25, 2.0, 3.0])
+
+
+@settings(deadline=None, max_examples=300)
+@example(
+    [1, 2, 3, 0, 1, 2], [1, 2, 9], 2, [[[7, 1, 2, 8]], [[0, 1, 2, 6]]], [1.0, 2.0, 1.0, 1.0]
+)  # row beats prediction
+@example([1, 2, 3, 1, 2], [1, 2, 9], 2, [[[1, 2, 8]], [[1, 2, 6]]], [1.0, 1.0, 1.0, 1.0])  # all are equally strong
+@given(
+    rows_of_few,
+    st.lists(few, min_size=1, max_size=20),
+    st.integers(0, 24),
+    st.tuples(texts_of_few, texts_of_few).map(list),
+    st.lists(quarters, min_size=4, max_size=4),
+)
+def test_the_strongest_source_drafts(
+    row: list[int], prediction: list[int], answered: int, shelves: list[list[list[int]]], weights: list[float]
+) -> None:
+    """The strength of a match is its tokens times the weight of its source."""
+    answered, k, shared = min(answered, len(row)), 5, []
+    for shelf, weight in zip(shelves, weights[2:], strict=True):
+        index, start = TextIndex(64, rungs_between(2, 6), CPU), 0
+        for number, text in enumerate(shelf):
+            index.write(start, text, number, 0)
+            start += len(text)
+        index.sort()
+        shared.append(SharedTexts(index.table, torch.zeros(1, dtype=torch.int64), weight))
+    length = torch.tensor([len(row)])
+    given = Predictions(torch.tensor([prediction]), torch.tensor([len(prediction)]), length - answered, weights[1])
+    call = LookUp(torch.tensor([[*row, 2, 2]]), length, 2, 6, given, tuple(shared), 2, weights[0])
+    drafts, counts = reference.look_up(call, k)
+    assert drafts[0, : int(counts)].tolist() == strongest(row, prediction, answered, shelves, weights, k)
+
+
 EDITS = {
     "insertion": lambda text: [*text[:30], 90, 91, 92, *text[30:]],
     "deletion": lambda text: [*text[:30], *text[35:]],
@@ -185,6 +250,7 @@ def test_greedy_text_is_plain_text(sources: tuple[str, ...], k: int, model: bool
         corpus_tokens=600 if "corpus" in sources else 0,
         remember="all" if "answers" in sources else None,
         remembered_tokens=300,
+        weights={"prediction": 0.7, "answers": 1.5} if model else None,
     )
     engine = texts_engine(lookup, k, model=model, device=device)
     if "corpus" in sources:
@@ -263,6 +329,36 @@ def test_corpora_are_added_replaced_and_forgotten() -> None:
         lookup.remove_corpus("one")
 
 
+def test_weights_of_sources_decide_between_matches() -> None:
+    """The row ends with 1, 2, which goes on with another token in each source."""
+
+    def next_token(**weights: float) -> int:
+        sizes: dict[str, Any] = {"prediction_tokens": 8, "corpus_tokens": 8, "remember": "all", "remembered_tokens": 8}
+        lookup = Suffix(2, 4, **sizes, weights=weights).on(CPU, Ops())
+        lookup.add_corpus("one", [1, 2, 30])
+        lookup.remember_answer([], [1, 2, 40], None)
+        state = DecodeState.allocate(
+            batch=1, max_drafts=4, max_length=40, pages_per_row=1, vocab_size=VOCAB, device=CPU, prediction_tokens=8
+        )
+        state.tokens[0, :5] = torch.tensor([1, 2, 10, 1, 2])
+        state.prediction[0, :3] = torch.tensor([1, 2, 20])
+        state.lengths.fill_(5)
+        state.prompt_lengths.fill_(5)
+        state.prediction_lengths.fill_(3)
+        state.owners.fill_(SHARED)
+        return int(lookup.look_up(state, 4)[0][0, 0])
+
+    assert next_token() == next_token(row=2, corpus=2, answers=2) == 20, "the prediction counts twice"
+    assert next_token(prediction=0.9) == next_token(row=2.1) == 10
+    assert next_token(answers=2.1) == 40
+    assert next_token(corpus=2.1) == next_token(corpus=3, answers=2.9, row=1.1) == 30
+
+
+def test_ranks_compare_weights() -> None:
+    assert repr(Suffix()) == repr(Suffix(weights={"prediction": 2, "row": 1}))
+    assert repr(Suffix()) != repr(Suffix(weights={"corpus": 0.5}))
+
+
 @pytest.mark.parametrize("length", [3, 4, 5, 8, 13])
 def test_answers_are_forgotten_in_order(length: int) -> None:
     """At every room: exactly the newest answers that fit are left."""
@@ -338,6 +434,12 @@ def test_requests_of_one_session_do_not_feel_those_of_another() -> None:
         ({"corpus_tokens": -1}, "corpus_tokens must be a whole number from 0"),
         ({"prediction_tokens": 1.5}, "prediction_tokens must be a whole number from 0"),
         ({"remembered_tokens": 1}, "remembered_tokens must be a whole number from 2"),
+        ({"weights": {"prompt": 1}}, "names of 'row', 'prediction', 'corpus', 'answers', got the name 'prompt'"),
+        ({"weights": [1, 2]}, r"weights must be a dict with names of .*, got \[1, 2\]"),
+        ({"weights": {"corpus": 0}}, r"weights\['corpus'\] must be a number from 0.001 to 1000, got 0"),
+        ({"weights": {"row": 1e40}}, r"weights\['row'\] must be a number from 0.001 to 1000, got 1e\+40"),
+        ({"weights": {"row": float("nan")}}, r"weights\['row'\] must be a number from 0.001 to 1000, got nan"),
+        ({"weights": {"row": True}}, r"weights\['row'\] must be a number from 0.001 to 1000, got True"),
     ],
     ids=str,
 )

@@ -44,11 +44,11 @@ def _runs(text_ptr, place, alive, row_ptr, last, limit):
 
 
 @triton.jit
-def _score(most, distance, place):
-    """Packs three int32 into an int64 score: larger `most` first, then smaller `distance`, then smaller `place`."""
+def _score(key, distance, place):
+    """Packs three int32 into an int64 score that is larger for a larger key, then a smaller distance, then place."""
     near = _LAST - distance
     first = _LAST - place
-    return (most.to(tl.int64) << _ABOVE) | (near.to(tl.int64) << _PLACE_BITS) | first.to(tl.int64)
+    return (key.to(tl.int64) << _ABOVE) | (near.to(tl.int64) << _PLACE_BITS) | first.to(tl.int64)
 
 
 @triton.jit
@@ -115,9 +115,9 @@ def follow(text_ptr, ends, room, row_ptr, length, otherwise, min_n, max_n, BLOCK
         near = (found > 0) & (run >= 1) & (distance <= _GAP)
         score = _score(run, tl.minimum(distance, room), place)
         best = tl.maximum(best, tl.where((run >= min_n) | near, score, 0))
-    most = tl.max(best, axis=0)
-    matched = tl.where(most > 0, most >> _ABOVE, found.to(tl.int64))
-    begin = tl.where(most > 0, _place_of(most), expected.to(tl.int64))
+    top = tl.max(best, axis=0)
+    matched = tl.where(top > 0, top >> _ABOVE, found.to(tl.int64))
+    begin = tl.where(top > 0, _place_of(top), expected.to(tl.int64))
     return tl.minimum(tl.maximum(begin, 0), room - 1), tl.where(ends > 0, matched, 0)
 
 
