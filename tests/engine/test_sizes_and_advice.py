@@ -115,7 +115,9 @@ def test_the_plan_counts_what_is_allocated(gen: FastSpecGenerator) -> None:
     tables = sum(table.nbytes for m in (target, draft) for table in m._tables[0])  # type: ignore[attr-defined]
     slot = engine.prompts.slots[1]
     ends = sum(each.hidden.nbytes for each in (engine.modules.prompt_ends, slot.prompt_ends) if each is not None)
-    assert tables + engine.state.nbytes + slot.state.nbytes + ends == plan.buffers
+    held = tables + engine.state.nbytes + slot.state.nbytes + ends
+    # on a GPU the plan has room for passes over several prompts, which matrices with so few rows do not allow
+    assert held == plan.buffers if gen.device.type == "cpu" else held <= plan.buffers
     assert "headroom" in str(plan)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +15,7 @@ from fastspec.kernels import triton_ops
 from fastspec.kernels.product.dispatch import packed_linear
 from fastspec.output import GenerateOutput
 from fastspec.scheduling import admission
-from tests.graphs.test_mixtures import directory
 from tests.graphs.test_text_bits import VOCAB, small_gap_pair
-from tests.helpers.checkpoints import make_checkpoint
-from tests.helpers.families import VOCAB as VOCAB_OF_FAMILIES
 from tests.helpers.prompt_groups import check, pool
 
 pytestmark = [
@@ -110,18 +106,6 @@ def test_a_prompt_has_the_bits_of_its_own_passes_in_every_group(groups: int, for
         assert engine.sizes.most_blocks == 32
         with engine.on_device():
             check(engine, pool(900), groups, seed=5)
-
-
-def test_prompts_of_experts_in_codes_share_passes(tmp_path: Path) -> None:
-    target = directory("mxfp4", tmp_path / "target")
-    draft = make_checkpoint(tmp_path / "draft", "llama2", seed=77, vocab_size=VOCAB_OF_FAMILIES, num_hidden_layers=1)
-    with FastSpecGenerator(
-        target, draft, dtype=torch.bfloat16, max_batch_size=8, max_length=512, progress=False
-    ) as gen:
-        engine = gen._loop.engine
-        assert engine.sizes.most_blocks > 1
-        with engine.on_device():
-            check(engine, pool(450), 100, seed=5)
 
 
 def told(gen: FastSpecGenerator, prompts: list[list[int]], **options: object) -> GenerateOutput:

@@ -66,8 +66,11 @@ def grouped(engine: Engine, prompts: list[list[int]], rng: random.Random) -> lis
         for row, prompt in rng.sample(list(enumerate(prompts)), len(prompts)):
             unit, stop = engine.sizes.grid_unit, len(prompt) - kept
             start = unit * rng.randint(0, max(0, len(prompt) - 3) // unit) if rng.random() < 0.3 else 0
+            before = engine.sizes.passes(start, draft=draft)
+            if sum(before) != start:  # a padded pass would feed a draft tokens behind `start`, too
+                start, before = 0, []
             if start:
-                engine.prompts.feed_row(row, 0, engine.sizes.passes(start, draft=draft), draft=draft, running=False)
+                engine.prompts.feed_row(row, 0, before, draft=draft, running=False)
             if stop == start:
                 continue
             part = PromptPart(row, start, stop - start)

@@ -38,7 +38,9 @@ from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import MambaRule
 
 _OUT_PARTS, _STATE_PARTS = tl.constexpr(2), tl.constexpr(3)  # parts of a factor in fp32, see above
-_VALUES = 64  # elements of a head that `_inside_mamba_kernel` multiplies at a time
+# elements of a head that `_inside_mamba_kernel` multiplies at a time. For 16 or 32 columns Triton 3.6 allots too little
+# shared memory to the product on sm_90, as memcheck of compute-sanitizer shows
+_VALUES = 64
 
 
 class Inside(NamedTuple):
@@ -297,7 +299,7 @@ def mamba_in_chunks(
         StepLimits(rule.least_step, rule.most_step),
         tokens,
         **sizes,
-        BLOCK=min(_VALUES, max(16, triton.next_power_of_2(rule.head_dim))),
+        BLOCK=_VALUES,
         num_warps=plan.inside_warps,
         enable_fp_fusion=False,
     )

@@ -16,7 +16,7 @@
 2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row; all channels of Mamba-1 are one head. It keeps its
    part of the state in registers, and processes the tokens of the pass one after the other. It loads a token while it
    computes the token before.
-3. `_prompt_mamba_kernel` of mamba_prompt.py takes the place of 2 in prefill passes of Mamba-2.
+3. The kernels of mamba_prompt.py take the place of 2 in prefill passes of Mamba-2.
 4. `_keep_kernel` of prompt.py stores the convolution's inputs for the last tokens of a prefill pass.
 
 Batch invariance. Decode steps and prefill passes run the same machine code of 1, and of 2 in Mamba-1. So a token has
