@@ -22,7 +22,7 @@ KINDS = (
     ("lookup", ("_look_up_kernel", "_strongest_kernel")),
     ("exchange", ("_one_shot_kernel", "_two_shot_kernel", "ranks_kernel", "_gather_kernel", "_largest_kernel")),
     ("attention", ("fragment", "batch_kernel", "_decode_kernel", "gather_kernel", "rotate")),
-    ("attention", ("flash", "attend", "fmha", "shares_kernel")),
+    ("attention", ("flash", "attend", "fmha", "shares_kernel", "chunk_kernel")),
     ("recurrent", ("_delta_kernel", "_prepare_kernel", "solve_kernel", "_scan_kernel", "_keep_kernel")),
     ("recurrent", ("_conv_kernel", "_mamba_kernel")),
     ("experts", ("expert_kernel", "codes_kernel", "route_kernel", "router_kernel", "list_kernel")),
