@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from fastspec.kernels import reference
-from fastspec.kernels.reference.lookup import LookUp, Predictions, SharedTexts
+from fastspec.kernels.reference.lookup import GAP, LookUp, Predictions, SharedTexts
 from fastspec.proposers.texts import TextIndex, rungs_between
 from tests.helpers.devices import devices
 
@@ -83,8 +84,32 @@ def test_the_kernels_equal_their_torch_definition(
 ) -> None:
     for seed in range(1, 8 if device == "cpu" else 200):
         if device == "cpu":
-            monkeypatch.setattr(lookup, "BLOCK", (2048, 16)[seed % 2])  # one or several blocks of places
+            monkeypatch.setattr(lookup, "BLOCK", (2048, 32)[seed % 4 == 1])  # one or several blocks of places
         assert_equal(a_call(seed, min_n, max_n, device, weighted=bool(seed % 2)), k)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_edits_of_every_length_that_is_bridged(device: str) -> None:
+    """Row g - 1 leaves its prediction by g new tokens; behind more than GAP of them it has no drafts.
+
+    Of two anchors with more tokens than count, the last row follows the one that is nearer to its end.
+    """
+    ids = torch.randperm(900, generator=torch.Generator().manual_seed(1)).tolist()
+    text, new = ids[:60], ids[100:120]
+    written = [[*text[:30], *new[:edit]] for edit in range(1, GAP + 2)]
+    longer = [*ids[200:223], *new[:3]]  # 23 tokens, then an edit of 3
+    written.append(longer)
+    texts = [*[text] * (GAP + 1), [*ids[300:303], *longer[3:23], *ids[310:320], *longer[6:24], *ids[330:339]]]
+    tokens, predicted = (
+        pad_sequence([torch.tensor(one) for one in many], batch_first=True) for many in (written, texts)
+    )
+    lengths, sizes = (torch.tensor([len(one) for one in many], device=device) for many in (written, texts))
+    given = Predictions(predicted.to(device), sizes, torch.zeros_like(lengths))
+    call = LookUp(tokens.to(device).contiguous(), lengths, 2, 16, given)
+    assert assert_equal(call, 4).tolist() == [4] * GAP + [0, 4]
+    drafts = lookup.look_up(call, 4)[0].tolist()
+    assert drafts[:GAP] == [text[30 + edit : 34 + edit] for edit in range(1, GAP + 1)]
+    assert drafts[-1] == ids[332:336]
 
 
 def test_each_source_drafts_in_these_calls() -> None:
