@@ -85,7 +85,8 @@ def test_the_kernels_equal_their_torch_definition(
     for seed in range(1, 8 if device == "cpu" else 200):
         if device == "cpu":
             monkeypatch.setattr(lookup, "BLOCK", (128, 32)[seed % 2])  # one or several blocks of places
-        assert_equal(a_call(seed, min_n, max_n, device, weighted=bool(seed % 2)), k)
+        rows = 3 if device == "cpu" else 5
+        assert_equal(a_call(seed, min_n, max_n, device, rows=rows, weighted=bool(seed % 2)), k)
 
 
 @pytest.mark.parametrize("device", devices())
