@@ -74,10 +74,11 @@ class MambaPlan(NamedTuple):
     stages: int
 
 
+# those that have run on a GPU, for up to WIDEST elements of B. Triton 3.6 may allot too little shared memory on sm_90
+# to kernels with several products of few columns. So a plan is used only where it was seen to work
 IN_BF16 = MambaPlan(chunk=64, block=32, inside_warps=4, across_warps=8, stages=2)
-WIDE_IN_BF16 = MambaPlan(chunk=32, block=32, inside_warps=4, across_warps=8, stages=2)  # more than 128 elements of B
-IN_FP16 = MambaPlan(chunk=32, block=16, inside_warps=4, across_warps=4, stages=2)  # not measured
 IN_FP32 = MambaPlan(chunk=16, block=16, inside_warps=8, across_warps=8, stages=1)  # not measured
+WIDEST = 128
 
 
 @triton.jit
@@ -248,11 +249,11 @@ def _across_mamba_kernel(
         tl.store(out_ptr + of_masked, nothing, mask=masked[:, None] & has_value[None, :])
 
 
-def plan_of(rule: MambaRule, dtype: torch.dtype) -> MambaPlan:
-    """Returns the launch configuration for a layer and the dtype of its product."""
-    if dtype == torch.bfloat16:
-        return IN_BF16 if rule.state_dim <= 128 else WIDE_IN_BF16
-    return IN_FP16 if dtype == torch.float16 else IN_FP32
+def plan_of(rule: MambaRule, dtype: torch.dtype) -> MambaPlan | None:
+    """Returns the launch configuration for a layer and the dtype of its product. None: prompts have no chunks."""
+    if rule.state_dim > WIDEST:
+        return None
+    return {torch.bfloat16: IN_BF16, torch.float32: IN_FP32}.get(dtype)
 
 
 def mamba_in_chunks(
@@ -262,7 +263,7 @@ def mamba_in_chunks(
     slots: StateSlots,
     rule: MambaRule,
     kept: KeptState | None,
-    plan: MambaPlan | None = None,
+    plan: MambaPlan,
 ) -> Tensor:
     """Computes the recurrence of Mamba-2 over the new tokens of each row, for a prefill pass. Returns [B, Q, values].
 
@@ -272,10 +273,9 @@ def mamba_in_chunks(
         weights, slots: see state_space.py. Q is larger than the number of slots for states.
         rule: sizes of the layer.
         kept: see `reference.delta_rule`. None: no state is kept for later prompts.
-        plan: launch configuration. None: `plan_of`.
+        plan: launch configuration, a result of `plan_of`.
     """
     batch, tokens = slots.positions.shape
-    plan = plan or plan_of(rule, product.dtype)
     pieces = triton.cdiv(tokens + plan.chunk - 1, plan.chunk)
     out, wide = product.new_empty(batch, tokens, rule.values), slots.states.new_empty
     of_chunks = batch, pieces, rule.heads, plan.chunk

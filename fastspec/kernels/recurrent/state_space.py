@@ -16,7 +16,7 @@
 2. `_mamba_kernel`: a CTA has BLOCK elements of one head of one row; all channels of Mamba-1 are one head. It keeps its
    part of the state in registers, and processes the tokens of the pass one after the other. It loads a token while it
    computes the token before.
-3. The kernels of mamba_prompt.py take the place of 2 in prefill passes of Mamba-2.
+3. The kernels of mamba_prompt.py take the place of 2 in prefill passes of Mamba-2, where `plan_of` has a plan.
 4. `_keep_kernel` of prompt.py stores the convolution's inputs for the last tokens of a prefill pass.
 
 Batch invariance. Decode steps and prefill passes run the same machine code of 1, and of 2 in Mamba-1. So a token has
@@ -37,7 +37,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch
-from fastspec.kernels.recurrent.mamba_prompt import mamba_in_chunks
+from fastspec.kernels.recurrent.mamba_prompt import mamba_in_chunks, plan_of
 from fastspec.kernels.recurrent.parts import OF_PROMPTS, ScanWeights, StateSlots, StepLimits, softplus, span
 from fastspec.kernels.recurrent.prompt import store_inputs
 from fastspec.kernels.reference.recurrent import KeptState
@@ -327,8 +327,10 @@ def mamba(
     _check(product, layer, slots, rule, kept)
     shapes = dict.fromkeys(ScanWeights._fields, (rule.heads,))
     mixed = _convolved(product, layer, slots, rule, kept)
-    scan = scanned if product.shape[1] <= states.shape[1] else mamba_in_chunks
-    return scan(mixed, product, scan_weights(layer, shapes), slots, rule, kept)
+    weights, plan = scan_weights(layer, shapes), plan_of(rule, product.dtype)
+    if plan is None or product.shape[1] <= states.shape[1]:
+        return scanned(mixed, product, weights, slots, rule, kept)
+    return mamba_in_chunks(mixed, product, weights, slots, rule, kept, plan)
 
 
 def selective_scan(

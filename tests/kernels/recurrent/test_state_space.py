@@ -21,7 +21,8 @@ from tests.helpers.devices import devices
 
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
-from fastspec.kernels.recurrent.mamba_prompt import mamba_in_chunks
+from fastspec.kernels.recurrent import state_space
+from fastspec.kernels.recurrent.mamba_prompt import WIDEST, mamba_in_chunks, plan_of
 from fastspec.kernels.recurrent.parts import ScanWeights, StateSlots
 from fastspec.kernels.recurrent.state_space import (
     mamba,
@@ -403,7 +404,7 @@ def test_a_prompt_has_its_bits_beside_other_prompts(device: str) -> None:
     ("dtype", "device"),
     [
         *((dtype, "cpu") for dtype in (BF16, F32)),
-        *(pytest.param(dtype, "cuda", marks=pytest.mark.gpu) for dtype in (BF16, torch.float16, F32)),
+        *(pytest.param(dtype, "cuda", marks=pytest.mark.gpu) for dtype in (BF16, F32)),
     ],
 )
 def test_a_state_after_a_prompt_has_the_precision_of_its_steps(dtype: torch.dtype, device: str) -> None:
@@ -427,16 +428,30 @@ def test_a_state_after_a_prompt_has_the_precision_of_its_steps(dtype: torch.dtyp
         wanted = faded + (sizes[t, :, None] * x[t])[..., None] * b[t]
         outs.append((wanted @ c[t]).flatten())
     # a decay has an error of fp32 in its logarithm, here of about 1; its steps multiply 15 such errors
-    for scan, most in ((mamba_in_chunks, 1e-6), (scanned, 4e-6)):
+    plan = plan_of(rule, dtype)
+    assert plan is not None
+    chunked = partial(mamba_in_chunks, plan=plan)
+    for scan, most in ((chunked, 1e-6), (scanned, 4e-6)):
         out = scan(mixed, product, weights, slots, rule, None)[0].double().cpu()
         found = case.states[1, int(at[0, -1]) % SLOTS].double().cpu()
         assert float((found - wanted).abs().max() / wanted.abs().max()) < most
         # the last rounding, and before it factors with an error of 2^-17 if they are multiplied in 16 bits
-        before = 2.0**-15 if dtype is BF16 and scan is mamba_in_chunks else 4e-6
+        before = 2.0**-15 if dtype is BF16 and scan is chunked else 4e-6
         for at_once in (slice(30, 36), slice(36, tokens)):  # outputs of a like size
             exact = torch.stack(outs)[at_once]
             bound = torch.finfo(dtype).eps * exact.abs() + before * exact.abs().max()
             assert bool(((out[at_once] - exact).abs() <= bound).all())
+
+
+def test_prompts_go_token_by_token_where_chunks_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plan_of(MAMBA._replace(state_dim=WIDEST), BF16) is not None
+    assert plan_of(MAMBA._replace(state_dim=WIDEST + 1), BF16) is plan_of(MAMBA, torch.float16) is None
+    monkeypatch.setattr(state_space, "plan_of", lambda rule, dtype: None)
+    monkeypatch.setattr(state_space, "mamba_in_chunks", None)
+    product = a_product("mamba", 2, 40, F32, "cpu")
+    mine, wanted = a_case("mamba", F32, "cpu", 2), a_case("mamba", F32, "cpu", 2)
+    close(mine.run(mamba, product, [0, 8]), wanted.run(reference.mamba, product, [0, 8]), F32)
+    close(mine.states, wanted.states, F32)
 
 
 def test_a_step_on_the_cpu_goes_token_by_token() -> None:
