@@ -27,6 +27,8 @@ from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of,
 
 HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
 EARLY_PART: Final = 3  # one in three processes compiles the kernels of `Behind.begin_early`
+# kernels of sampled steps that take longest to compile, longest first (perf/results/compile.jsonl)
+SLOWEST: Final = ("_distribution_kernel", "_end_kernel", "_draw_kernel")
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
 _NICE: Final = 10  # niceness of the processes after `Compilers.shutdown`, when no start of a generator waits for them
 _LIMIT: Final = "/sys/fs/cgroup/cpu.max"  # file with the CPU limit: microseconds of CPU time per period, and the period
@@ -98,6 +100,11 @@ def keep(found: Any) -> None:
         held["kernel_cache"].setdefault(held["key"], found)
 
 
+def _place(name: str) -> int:
+    """Returns the index of a kernel's name in SLOWEST, or len(SLOWEST) if it is not there."""
+    return SLOWEST.index(name) if name in SLOWEST else len(SLOWEST)
+
+
 class Behind(Executor):
     """Executor for Triton's compiler that compiles kernels in the background, in the processes of `Compilers`.
 
@@ -145,7 +152,11 @@ class Behind(Executor):
         return kernel
 
     def begin_early(self) -> None:
-        """Starts to compile the kernels that were submitted until now, on 1 / EARLY_PART of the processes."""
+        """Starts to compile the kernels that were submitted until now, on 1 / EARLY_PART of the processes.
+
+        The kernels of SLOWEST come first, because the first sampled call waits for the one that ends last.
+        """
+        self._submitted.sort(key=lambda each: _place(each[0].name))
         self._early.update(kernel for kernel, _ in self._submitted)
         self._begin(self._count // EARLY_PART)
 

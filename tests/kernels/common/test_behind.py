@@ -13,7 +13,8 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.common import compilers as module
 from fastspec.kernels.common.compile_jobs import NotSendable
-from fastspec.kernels.common.compilers import Behind, Compilers
+from fastspec.kernels.common.compilers import EARLY_PART, SLOWEST, Behind, Compilers
+from fastspec.kernels.sampling import distribution, draw, sampled_commit
 from fastspec.kernels.select import KERNELS
 from tests.helpers.modules import module_output
 
@@ -117,6 +118,22 @@ def test_early_kernels_come_first_and_take_a_third_of_the_processes() -> None:
     asked.go.set()
     ended(behind)
     assert sorted(asked.jobs) == ["a early", "b early", "c early", "d"]
+
+
+def test_early_kernels_that_take_longest_to_compile_come_first() -> None:
+    asked = Asked()
+    behind = Behind(asked, EARLY_PART)
+    for name in ("few_rows_kernel", *reversed(SLOWEST), "_verify_kernel"):
+        behind.submit(call(name))
+    behind.begin_early()
+    asked.go.set()
+    ended(behind)
+    assert asked.jobs == [f"{name} early" for name in (*SLOWEST, "few_rows_kernel", "_verify_kernel")]
+
+
+def test_the_slowest_kernels_are_kernels() -> None:
+    kernels = {name for each in (distribution, draw, sampled_commit) for name in vars(each)}
+    assert set(SLOWEST) <= kernels
 
 
 def test_with_two_processes_no_kernel_is_early() -> None:
