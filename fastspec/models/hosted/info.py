@@ -24,9 +24,9 @@ from fastspec.models.hosted.probe import FOREIGN, Probed, base_name, probe
 from fastspec.models.hosted.streams import layers_in
 from fastspec.models.hosted.swaps import (
     KnownNorm,
+    KnownNorms,
     expert_layers,
     is_product,
-    known_norm,
     register,
     rotates,
     use_fixed_experts,
@@ -363,24 +363,10 @@ def _info(
 
 
 def _norms(shell: nn.Module) -> list[tuple[KnownNorm, int]]:
-    """Finds the RMSNorms with a known formula. Returns (formula, number of elements of the weight) for each RMSNorm.
-
-    Modules with the same class, size and settings have the same formula, so only one of them is tested.
-    """
-    tried: dict[Any, KnownNorm | None] = {}
-    found = []
-    for part in shell.modules():
-        shapes = [parameter.shape for parameter in part.parameters(recurse=False)]
-        if len(shapes) != 1 or len(shapes[0]) != 1:
-            continue
-        settings = sorted((name, value) for name, value in vars(part).items() if isinstance(value, float))
-        key = type(part), shapes[0], tuple(settings)
-        if key not in tried:
-            tried[key] = known_norm(part)
-        known = tried[key]
-        if known is not None:
-            found.append((known, shapes[0][0]))
-    return found
+    """Finds the RMSNorms with a known formula. Returns (formula, number of elements of the weight) for each RMSNorm."""
+    norms = KnownNorms()
+    found = ((norms.of(part), part) for part in shell.modules())
+    return [(known, sum(each.numel() for each in part.parameters())) for known, part in found if known is not None]
 
 
 def known_type(model_type: str) -> bool:

@@ -27,12 +27,12 @@ from fastspec.models.hosted.probe import base_of
 from fastspec.models.hosted.swaps import (
     STACKS,
     Embedding,
+    KnownNorms,
     NormSwap,
     PartProduct,
     Product,
     expert_layers,
     is_product,
-    known_norm,
     rotates,
     use_our_rotation,
 )
@@ -195,6 +195,7 @@ class Filler:
         weights: `id()` of a parameter of the source -> the weight that was made from it. Modules that share a parameter
             share the weight.
         held: `id()` of a parameter of the source -> the parameter that was made from it.
+        norms: formulas of the shell's norms that were found so far.
     """
 
     model: HostedModel
@@ -207,6 +208,7 @@ class Filler:
     rounding: dict[str, CodesKind]
     weights: dict[int, Weight] = field(default_factory=dict)
     held: dict[int, nn.Parameter] = field(default_factory=dict)
+    norms: KnownNorms = field(default_factory=KnownNorms)
 
     def __post_init__(self) -> None:
         cut = self.model.info.cut
@@ -257,7 +259,7 @@ class Filler:
         if is_product(part) or part is self.shell.get_output_embeddings():
             return self._product(name, part, like)
         # norm weights with a wider dtype than the checkpoint's are not replaced
-        if (known := known_norm(part)) is not None and like.weight.dtype == self._stored:
+        if (known := self.norms.of(part)) is not None and like.weight.dtype == self._stored:
             return NormSwap(self.model, known, self._parameter(like.weight).data)
         if rotates(part):
             use_our_rotation(part, self.model)

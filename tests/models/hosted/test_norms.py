@@ -11,7 +11,8 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.helium.modeling_helium import HeliumRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from fastspec.models.hosted.swaps import KnownNorm, known_norm
+from fastspec.models.hosted import swaps
+from fastspec.models.hosted.swaps import KnownNorm, KnownNorms, known_norm
 
 WIDTH = 48
 
@@ -61,3 +62,22 @@ def test_norms_are_told_by_what_they_compute(kind: Any, given: tuple[Any, ...], 
     with torch.device("meta"):
         part = kind(*given)
     assert known_norm(part) == known
+
+
+def test_one_norm_of_each_class_size_and_epsilon_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[nn.Module] = []
+
+    def counted(part: nn.Module) -> KnownNorm | None:
+        tried.append(part)
+        return known_norm(part)
+
+    monkeypatch.setattr(swaps, "known_norm", counted)
+    with torch.device("meta"):
+        first, again = LlamaRMSNorm(WIDTH, 1e-5), LlamaRMSNorm(WIDTH, 1e-5)
+        others = [LlamaRMSNorm(WIDTH, 1e-6), LlamaRMSNorm(WIDTH + 16, 1e-5), Doubled(WIDTH, 1e-5)]
+        holder = nn.Sequential(LlamaRMSNorm(WIDTH, 1e-5))
+    norms = KnownNorms()
+    found = [norms.of(part) for part in (first, again, *others, others[2], nn.SiLU(), holder)]
+    rounded = KnownNorm("rounded", 1e-5)
+    assert found == [rounded, rounded, KnownNorm("rounded", 1e-6), rounded, None, None, None, None]
+    assert tried == [first, *others]
