@@ -578,7 +578,7 @@ class KnownNorms:
         shapes = [parameter.shape for parameter in part.parameters()]
         if len(shapes) != 1 or len(shapes[0]) != 1 or any(True for _ in part.children()):
             return None
-        settings = sorted((name, value) for name, value in vars(part).items() if isinstance(value, float))
+        settings = sorted((name, value) for name, value in vars(part).items() if isinstance(value, (int, float, str)))
         key = type(part), shapes[0], tuple(settings)
         if key not in self._tried:
             self._tried[key] = known_norm(part)
