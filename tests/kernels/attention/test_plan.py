@@ -96,6 +96,7 @@ def test_what_the_plan_says_of_kernels_is_so() -> None:
     assert plan.PARTS == mma_tiles.PARTS
     assert mma_tiles.PARTS * mma_tiles.KEYS.value == plan.SPLIT
     assert (tma_sm90.ROWS.value, tma_sm90.WARPS.value) == (plan.TMA_TILE_ROWS, plan.TMA_WARPS)
+    assert tma_sm90.ROWS.value == plan.CHUNK_ROWS  # of prefill_sm90.py, too
     assert combine.GATHER_WARPS.value == plan.GATHER_WARPS
     assert portable.FAN.value == plan.FAN
 
