@@ -164,7 +164,6 @@ def attention_by_tma() -> dict[str, Any]:
 
 
 def prompts_by_tma() -> Any:
-    """The module prefill_sm90.py, as on a GPU with wgmma; `MACHINE.late` says how copies land."""
+    """The module prefill_sm90.py; `MACHINE.late` says how copies land."""
     with _loaded([*(f"attention/decode/{name}" for name in ATTENTION[:4]), "attention/prefill_sm90"]) as modules:
-        modules[-1].gpu_of = lambda device: Gpu((9, 0), 132)
         return modules[-1]

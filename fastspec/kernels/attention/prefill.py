@@ -34,7 +34,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from fastspec.kernels.attention import prefill_sm90
 from fastspec.kernels.attention.arguments import LOG2E, paged_cache, scoring_of
-from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, padded_dim, uses_chunks
+from fastspec.kernels.attention.plan import MAX_REGISTERS, Tiles, chunk_tile, padded_dim, uses_chunks
 from fastspec.kernels.attention.rope import cache_of_row
 from fastspec.kernels.common.checks import check, check_cache, check_sinks, rows_dtype
 from fastspec.kernels.common.kv_scales import KVScales, scales_of
@@ -331,11 +331,12 @@ def paged_attention(
     out = torch.empty_like(query) if out is None else out
     check("out", out, query.shape, query.dtype, step="leave it out, and copy the result")
     cache, scoring = paged_cache(keys, values, block_table), scoring_of(rule, sinks, dim, scales)
-    if uses_chunks(gpu_of(query.device), query.dtype.itemsize, dim, page_size, scales is not None):
-        prefill_sm90.attend_chunk(query, keys, values, cache, positions, out, num_blocks, rule.window, scoring)
+    gpu, sizes = gpu_of(query.device), (batch * num_heads, num_queries)
+    if uses_chunks(gpu, query.dtype.itemsize, dim, page_size, scales is not None):
+        tile, given = chunk_tile(gpu, dim, *sizes), (query, keys, values, cache, positions, out)
+        prefill_sm90.attend_chunk(*given, num_blocks, rule.window, scoring, tile)
         return out
     block_d = padded_dim(dim)
-    sizes = batch * num_heads, num_queries
     launch = launch_of(query.device, query.dtype.itemsize, block_d, scales is not None, *sizes)
     start(
         _flash_kernel,

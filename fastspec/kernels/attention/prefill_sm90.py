@@ -31,8 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from fastspec.kernels.attention.arguments import LOG2E, PagedCache, Scoring
-from fastspec.kernels.attention.decode.mma_tiles import tanh
+from fastspec.kernels.attention.arguments import PagedCache, Scoring
+from fastspec.kernels.attention.decode.mma_tiles import sink_of, tanh
 from fastspec.kernels.attention.decode.query_rows import cache_of_row
 from fastspec.kernels.attention.decode.tma_parts import (
     ROWS,
@@ -40,23 +40,22 @@ from fastspec.kernels.attention.decode.tma_parts import (
     WIDTH,
     Pipeline,
     clear_tail,
+    empty_softmax,
     in_pieces,
     load_tile,
     masked,
+    new_ring,
     piece_of,
     power,
     products,
-    rescaled,
     slots_at,
     sums_layout,
+    weighed,
 )
-from fastspec.kernels.attention.plan import CHUNK_ROWS, chunk_tile
+from fastspec.kernels.attention.plan import CHUNK_ROWS, ChunkTile
 from fastspec.kernels.common.gluon_compat import thread_barrier
 from fastspec.kernels.common.launch import described, launch
-from fastspec.kernels.gpu import gpu_of
 from fastspec.shapes import KEY_BLOCK
-
-_LOG2E = gl.constexpr(LOG2E)
 
 
 class ChunkTokens(NamedTuple):
@@ -134,7 +133,6 @@ def _attend_tile(
     """
     STAGES: gl.constexpr = pipeline.tiles.shape[0]
     KEYS: gl.constexpr = pipeline.tiles.shape[1]
-    D: gl.constexpr = q.shape[1]
     scores, top, total, out = state
     following = gl.where(here + KEYS < stop, step + 2, step)
     k_place, v_place = following % STAGES, (step + 1) % STAGES
@@ -152,12 +150,7 @@ def _attend_tile(
         scores, scale = scoring.cap * tanh(scores * scale), 1.0
     if MASKED:
         scores = masked(scores, here, position, WINDOW)
-    top, shift, fade = rescaled(top, scores, scale)
-    weights = power(gl.fma(scores, gl.full_like(scores, scale), gl.expand_dims(-shift, 1)))
-    total = total * fade + gl.sum(weights, axis=1)
-    sums: gl.constexpr = sums_layout(D)
-    left = gl.convert_layout(weights.to(pipeline.tiles.dtype), gl.DotOperandLayout(0, sums, 2))
-    out = out * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, sums)), 1)
+    left, top, total, out = weighed(scores, scale, top, total, out, pipeline.tiles.dtype)
     mbarrier.wait(pipeline.full.index(v_place), (step + 1) // STAGES & 1)
     out = warpgroup_mma(left, values, out, is_async=True)
     scores, out, left = warpgroup_mma_wait(0, deps=(ahead, out, left))
@@ -193,9 +186,7 @@ def _multiply(q, pipeline, tokens, first, keys, scoring, STRIDE: gl.constexpr, W
     fence_async_shared()
     thread_barrier()
 
-    sums: gl.constexpr = sums_layout(D)
-    top = gl.full([ROWS], -float("inf"), gl.float32, of_scores)
-    total, out = gl.zeros([ROWS], gl.float32, of_scores), gl.zeros([ROWS, D], gl.float32, sums)
+    top, total, out = empty_softmax(KEYS, D)
     mbarrier.wait(pipeline.full.index(0), 0)
     scores = warpgroup_mma_wait(0, deps=(products(q, pipeline.tiles.index(0)),))
     thread_barrier()
@@ -214,8 +205,8 @@ def _multiply(q, pipeline, tokens, first, keys, scoring, STRIDE: gl.constexpr, W
         )  # fmt: skip
         step += 2
     if scoring.sinks is not None:
-        total = total + power(gl.load(scoring.sinks + tokens.head).to(gl.float32) * _LOG2E - top)
-    total = gl.convert_layout(total, gl.SliceLayout(1, sums))
+        total = total + power(sink_of(scoring, tokens.head) - top)
+    total = gl.convert_layout(total, gl.SliceLayout(1, sums_layout(D)))
     out = out / gl.expand_dims(total, 1)
     q.store(out.to(tokens.out.dtype.element_ty))  # through shared memory, so that a warp stores whole rows
     thread_barrier()
@@ -263,12 +254,7 @@ def chunk_kernel(
     DTYPE: gl.constexpr = query_ptr.dtype.element_ty
     lay: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     qs = gl.allocate_shared_memory(DTYPE, [GROUPS, ROWS, D], lay)
-    tiles = gl.allocate_shared_memory(DTYPE, [STAGES, KEYS, D], lay)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=GROUPS)
+    tiles, full, free = new_ring(DTYPE, STAGES, KEYS, D, lay, GROUPS)
     fence_async_shared()
     pipeline = Pipeline(tiles, full, free, None)
     STRIDE: gl.constexpr = KV_HEADS * GROUP * D
@@ -310,11 +296,11 @@ def attend_chunk(
     num_blocks: int,
     window: int | None,
     scoring: Scoring,
+    tile: ChunkTile,
 ) -> None:
-    """Launches `chunk_kernel`. The arguments are those of `paged_attention` of prefill.py, checked."""
+    """Launches `chunk_kernel`. `tile` is a result of `chunk_tile`; other arguments are as in prefill.py, checked."""
     batch, num_queries, num_heads, dim = query.shape
     page_size, kv_heads = keys.shape[1:3]
-    tile = chunk_tile(gpu_of(query.device), dim, batch * num_heads, num_queries)
     block = [piece_of(page_size, tile.keys), WIDTH.value]
     slots = [described(each.view(-1, kv_heads * dim), block) for each in (keys, values)]
     launch(

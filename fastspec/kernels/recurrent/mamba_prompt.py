@@ -83,7 +83,7 @@ WIDEST = 128
 
 @triton.jit
 def _split_left(a, b, PARTS: tl.constexpr):
-    """Computes the product of a, in fp32, and b, in 16 bits or fp32. Of bf16, PARTS parts of `a` are multiplied."""
+    """Computes the product of a, in fp32, and b, in bf16 or fp32. For bf16, PARTS parts of `a` are multiplied."""
     if b.dtype == tl.bfloat16:
         part = a.to(tl.bfloat16)
         out = tl.dot(part, b)
@@ -91,8 +91,6 @@ def _split_left(a, b, PARTS: tl.constexpr):
             a = a - part.to(tl.float32)
             part = a.to(tl.bfloat16)
             out = tl.dot(part, b, out)
-    elif b.dtype == tl.float16:
-        out = tl.dot(a, b.to(tl.float32), input_precision="tf32x3")
     else:
         out = tl.dot(a, b, input_precision="ieee")
     return out
@@ -100,7 +98,7 @@ def _split_left(a, b, PARTS: tl.constexpr):
 
 @triton.jit
 def _split_right(a, b, PARTS: tl.constexpr):
-    """Computes the product of a, in 16 bits or fp32, and b, in fp32. Of bf16, PARTS parts of `b` are multiplied."""
+    """Computes the product of a, in bf16 or fp32, and b, in fp32. For bf16, PARTS parts of `b` are multiplied."""
     if a.dtype == tl.bfloat16:
         part = b.to(tl.bfloat16)
         out = tl.dot(a, part)
@@ -108,8 +106,6 @@ def _split_right(a, b, PARTS: tl.constexpr):
             b = b - part.to(tl.float32)
             part = b.to(tl.bfloat16)
             out = tl.dot(a, part, out)
-    elif a.dtype == tl.float16:
-        out = tl.dot(a.to(tl.float32), b, input_precision="tf32x3")
     else:
         out = tl.dot(a, b, input_precision="ieee")
     return out

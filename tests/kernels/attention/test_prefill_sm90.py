@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 from fastspec.kernels import reference
 from fastspec.kernels.attention import plan, prefill, prefill_sm90
 from fastspec.kernels.attention.arguments import paged_cache, scoring_of
+from fastspec.kernels.gpu import Gpu
 from fastspec.shapes import AttentionRule
 from tests.helpers import gluon_simulator
 from tests.helpers.devices import devices
@@ -33,7 +34,9 @@ def attend(given: dict[str, Tensor], rule: AttentionRule, sinks: Tensor | None =
     query, keys, values = given["query"], given["keys"], given["values"]
     out = torch.full_like(query, float("nan"))
     cache, scoring = paged_cache(keys, values, given["block_table"]), scoring_of(rule, sinks, query.shape[-1])
-    module.attend_chunk(query, keys, values, cache, given["positions"], out, blocks(given), rule.window, scoring)
+    rows, queries, heads, dim = query.shape
+    tile = plan.chunk_tile(Gpu((9, 0), 132), dim, rows * heads, queries)
+    module.attend_chunk(query, keys, values, cache, given["positions"], out, blocks(given), rule.window, scoring, tile)
     return out
 
 

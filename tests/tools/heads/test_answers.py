@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from tests.helpers.tiny_targets import VOCAB, tiny_model
-from tests.tools.heads.test_corpus import WORDS, texts
+from tests.tools.heads.test_corpus import WORDS, save_tokenizer, texts
 from tools.heads.__main__ import main
 from tools.heads.answers import answer_rows
 from tools.heads.corpus import last_tokens, read_texts
@@ -33,11 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a tokenizer that has a chat template, in which a message ends with the word "ha"."""
     path = tmp_path_factory.mktemp("target")
     tiny_model("llama", max_position_embeddings=512).save_pretrained(path)
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token=WORDS[0])
-    tokenizer.chat_template = "{% for message in messages %}{{ message.content }} ha {% endfor %}"
-    tokenizer.save_pretrained(path)
+    save_tokenizer(path, "{% for message in messages %}{{ message.content }} ha {% endfor %}")
     return path
 
 

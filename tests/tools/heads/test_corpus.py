@@ -63,6 +63,15 @@ def test_a_corpus_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
         cut_prompts([torch.arange(4)], 2, 5, torch.Generator())
 
 
+def save_tokenizer(path: Path, chat_template: str | None = None) -> None:
+    """Writes a tokenizer whose tokens are WORDS."""
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token=WORDS[0])
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(path)
+
+
 def test_prompts_come_from_every_place_of_a_text() -> None:
     pieces = cut_prompts([torch.arange(5), torch.arange(100, 108)], 200, 5, torch.Generator().manual_seed(1))
     assert set(pieces[:, 0].tolist()) == {0, 100, 101, 102, 103}
@@ -72,9 +81,7 @@ def test_prompts_come_from_every_place_of_a_text() -> None:
 def test_the_command_trains_writes_and_measures(tmp_path: Path) -> None:
     target = tmp_path / "target"
     tiny_model("qwen3").save_pretrained(target)
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=WORDS[0]).save_pretrained(target)
+    save_tokenizer(target)
     corpus = folder_of(tmp_path / "corpus", texts(200, 40))
     common = [str(target), str(corpus), "--device", "cpu", "--beside", str(target), "--dtype", "float32"]
     common += ["--prompts", "3", "--prompt-length", "8", "--new-tokens", "12", "--places", "2"]

@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from fastspec import CheckpointError
 from fastspec.models.checkpoints.pair import resolve_pair
 from tests.helpers.heads import eagle3_tensors, peagle_tensors, write_eagle3, write_speculators
 from tests.helpers.heads_definition import Definition
 from tests.helpers.tiny_targets import VOCAB, tiny_model
-from tests.tools.heads.test_corpus import WORDS, folder_of, texts
+from tests.tools.heads.test_corpus import folder_of, save_tokenizer, texts
 from tools.heads.__main__ import main
 from tools.heads.published import read_published, save_like
 from tools.heads.recipe import CONTINUED, Recipe
@@ -31,9 +29,7 @@ SIZES: dict[str, Any] = {"target_hidden": 32, "hidden": 32, "vocab": VOCAB, "dra
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("target")
     tiny_model("llama", max_position_embeddings=512).save_pretrained(path)
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token=WORDS[0]))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token=WORDS[0]).save_pretrained(path)
+    save_tokenizer(path)
     return path
 
 

@@ -396,13 +396,18 @@ def tanh(x):
 
 
 @gluon.jit
+def sink_of(scoring, head):
+    """Loads the attention sinks of the query heads `head`, times log2(e) like all scores. `scoring` is `Scoring`."""
+    return gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
+
+
+@gluon.jit
 def share_of_keys(weight, head, scoring):
     """Returns the total softmax probability of all keys. The attention sink of query head `head` has the rest.
 
     `weight` is the log-sum-exp of the keys' scores, in base 2.
     """
-    sink = gl.load(scoring.sinks + head).to(gl.float32) * LOG2E
-    return 1.0 / (1.0 + gl.exp2(sink - weight))
+    return 1.0 / (1.0 + gl.exp2(sink_of(scoring, head) - weight))
 
 
 @gluon.jit

@@ -133,6 +133,24 @@ def products(q, keys):
 
 
 @gluon.jit
+def new_ring(
+    dtype: gl.constexpr, STAGES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr,
+    READERS: gl.constexpr,
+):  # fmt: skip
+    """Allocates tiles, full and free of an empty `Pipeline` in shared memory, with STAGES tiles [KEYS, D] of `dtype`.
+
+    A stage is free when READERS groups of warps have read its tile.
+    """
+    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(free.index(slot), count=READERS)
+    return tiles, full, free
+
+
+@gluon.jit
 def splits_of(cta, ctas, splits):
     """Returns the number of splits that one CTA processes, if a query tile has `splits` splits and `ctas` CTAs.
 
@@ -196,6 +214,37 @@ def rescaled(top, scores, scale):
     new_top = gl.maximum(top, gl.max(scores, axis=1) * scale)
     shift = shift_of(new_top)
     return new_top, shift, power(top - shift)
+
+
+@gluon.jit
+def empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
+    """Returns the state (top, total, out) of an online softmax over no keys.
+
+    top [ROWS] is the largest score, total [ROWS] the sum of weights, and out [ROWS, D] the sum of weighted values.
+    """
+    row: gl.constexpr = gl.SliceLayout(1, sums_layout(KEYS))
+    out = gl.zeros([ROWS, D], gl.float32, sums_layout(D))
+    return gl.full([ROWS], -float("inf"), gl.float32, row), gl.zeros([ROWS], gl.float32, row), out
+
+
+@gluon.jit
+def weighed(scores, scale, top, total, out, DTYPE: gl.constexpr):
+    """Continues an online softmax with the scores [ROWS, KEYS] of one more tile of keys, each times `scale`.
+
+    Args:
+        top, total, out: see `empty_softmax`.
+
+    Returns:
+        The weights of the keys as left operand of a product, in DTYPE; and the new top, total and out. The weighted
+        values of this tile are not in `out` yet.
+    """
+    D: gl.constexpr = out.shape[1]
+    top, shift, fade = rescaled(top, scores, scale)
+    weights = power(gl.fma(scores, gl.full_like(scores, scale), gl.expand_dims(-shift, 1)))
+    total = total * fade + gl.sum(weights, axis=1)
+    left = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, sums_layout(D), 2))
+    out = out * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, sums_layout(D))), 1)
+    return left, top, total, out
 
 
 @gluon.jit

@@ -61,18 +61,19 @@ from fastspec.kernels.attention.decode.tma_parts import (
     Pipeline,
     Share,
     clear_tail,
+    empty_softmax,
     in_pieces,
     keys_of,
     load_and_widen,
     load_tiles,
     masked,
-    power,
+    new_ring,
     products,
-    rescaled,
     split_number,
     splits_of,
     sums_layout,
     tile_layout,
+    weighed,
 )
 from fastspec.kernels.common.gluon_compat import thread_barrier
 
@@ -93,17 +94,6 @@ def _stage_queries(qs, q1, q2):
         pieces.index(1).store(q2)
     else:
         pieces.index(0).store(gl.reshape(gl.permute(gl.join(q1, q2), (0, 2, 1)), [ROWS, D]))
-
-
-@gluon.jit
-def _empty_softmax(KEYS: gl.constexpr, D: gl.constexpr):
-    """Returns the state (top, total, out) of an online softmax over no keys.
-
-    top [ROWS] is the largest score, total [ROWS] the sum of weights, and out [ROWS, D] the sum of weighted values.
-    """
-    row: gl.constexpr = gl.SliceLayout(1, sums_layout(KEYS))
-    out = gl.zeros([ROWS, D], gl.float32, sums_layout(D))
-    return gl.full([ROWS], -float("inf"), gl.float32, row), gl.zeros([ROWS], gl.float32, row), out
 
 
 @gluon.jit
@@ -141,7 +131,7 @@ def _attend_splits(
     for i in range(share.mine):
         split = split_number(i, share)
         first, end = keys_of(split, share.begin, share.stop, SPLIT_SIZES)
-        top, total, out = _empty_softmax(KEYS, D)
+        top, total, out = empty_softmax(KEYS, D)
         for here in range(first, end, KEYS):
             # multiply the next keys while this tile's weights are computed; after the last tile its own keys again
             following = gl.where((here + KEYS < end) | (i + 1 < share.mine), step + 2, step)
@@ -153,11 +143,7 @@ def _attend_splits(
                 scores, scale = scoring.cap * tanh(scores * scale), 1.0
             if (here + KEYS > share.first_new + 1) | ((WINDOW > 0) & (here + WINDOW <= share.stop - 1)):
                 scores = masked(scores, here, position, WINDOW)
-            top, shift, fade = rescaled(top, scores, scale)
-            weights = power(gl.fma(scores, gl.full_like(scores, scale), gl.expand_dims(-shift, 1)))
-            total = total * fade + gl.sum(weights, axis=1)
-            left = gl.convert_layout(weights.to(tiles.dtype), gl.DotOperandLayout(0, sums_layout(D), 2))
-            out = out * gl.expand_dims(gl.convert_layout(fade, sums), 1)
+            left, top, total, out = weighed(scores, scale, top, total, out, tiles.dtype)
             values = tiles.index(v_place)
             mbarrier.wait(full.index(v_place), (step + 1) // STAGES & 1)
             if here + KEYS > share.stop:
@@ -263,13 +249,8 @@ def _consumer(
 def _pipeline(
     dtype: gl.constexpr, stored, STAGES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """Allocates an empty `Pipeline` in shared memory, with STAGES tiles [KEYS, D] of `dtype`."""
-    tiles = gl.allocate_shared_memory(dtype, [STAGES, KEYS, D], layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=1)
+    """Allocates an empty `Pipeline`, see `new_ring`. One group of warps reads it."""
+    tiles, full, free = new_ring(dtype, STAGES, KEYS, D, layout, 1)
     return Pipeline(tiles, full, free, stored)
 
 
