@@ -25,7 +25,6 @@ SPILLS = {
     ("_prepare_kernel", None): 80,  # of fp32, on sm_80; not timed
     ("solve_kernel", None): 1760,  # what is multiplied lies in registers, by halves; 1080 where it was timed
     ("_scan_kernel", None): 32,
-    ("_look_up_kernel", None): 16,  # with predictions, on sm_80; not timed there
     ("fragment_kernel", 168): 16,  # on sm_100, 8 on sm_90: not timed there
     ("fragment_kernel", 255): 16,
     ("batch_kernel", 168): 24,

@@ -19,7 +19,7 @@ from fastspec.kernels.common.checks import check, check_table
 from fastspec.kernels.common.launch import launch, new_ids
 from fastspec.kernels.lookup.matches import PLACE_BITS, copy_of_prediction, copy_of_row, follow
 from fastspec.kernels.lookup.texts import look_up_text
-from fastspec.kernels.reference.lookup import LookUp, SharedTexts
+from fastspec.kernels.reference.lookup import ANCHOR_MOST, GAP, LookUp, SharedTexts
 
 BLOCK, NUM_WARPS = 2048, 8  # number of places in a text that a CTA compares at a time; warps of a CTA
 LONGEST_TEXT = 1 << PLACE_BITS  # tokens of a row or a prediction must be fewer
@@ -30,7 +30,7 @@ def _look_up_kernel(
     tokens_ptr, lengths_ptr, prediction, tables, capacities, found_ptr,
     stride, width, room_stride, room, min_n, max_n, k,
     SOURCES: tl.constexpr, RUNGS: tl.constexpr, SHORTEST: tl.constexpr, LONGEST: tl.constexpr, R: tl.constexpr,
-    W: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    W: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Searches one source of draft tokens for one batch row: source program_id(1) for row program_id(0).
 
@@ -47,6 +47,7 @@ def _look_up_kernel(
         k: number of draft tokens.
         PER: `LookUp.per_match`, the largest number of draft tokens per matching token outside predictions; 0: no limit.
         RUNGS, SHORTEST, LONGEST, R, W: see `_occurrences` of texts.py.
+        BLOCK, DEPTH: see `follow` of matches.py.
     """
     if PDL:
         gdc_launch_dependents()
@@ -66,7 +67,7 @@ def _look_up_kernel(
                     tl.full((), 0, tl.int32) + room,
                     length32 - tl.load(prediction[2] + row).to(tl.int32),
                 )
-        begin, matched = follow(text_ptr, ends, columns, row_ptr, length32, otherwise, min_n, max_n, BLOCK)
+        begin, matched = follow(text_ptr, ends, columns, row_ptr, length32, otherwise, min_n, max_n, BLOCK, DEPTH)
         if source == 0:
             count, matched = copy_of_row(row_ptr, length, begin, matched, k, out + 2, K)
         else:
@@ -163,6 +164,7 @@ def look_up(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
         K=padded,
         PER=call.per_match or 0,
         BLOCK=BLOCK,
+        DEPTH=GAP + max(ANCHOR_MOST, call.min_n),
         num_warps=NUM_WARPS,
     )
     launch(

@@ -8,7 +8,6 @@ import triton.language as tl
 from fastspec.kernels.reference.lookup import ANCHOR, ANCHOR_MOST, GAP
 
 _GAP, _ANCHOR, _ANCHOR_MOST = (tl.constexpr(each) for each in (GAP, ANCHOR, ANCHOR_MOST))
-_ID_BITS = tl.constexpr(63 // ANCHOR)  # number of bits for a token id in the results of `_three_before`
 PLACE_BITS = 27  # number of bits for a place in a score, and for a distance; the rest is for the matching tokens
 _PLACE_BITS, _ABOVE, _LAST = (tl.constexpr(each) for each in (PLACE_BITS, 2 * PLACE_BITS, (1 << PLACE_BITS) - 1))
 _AT_ONCE = tl.constexpr(4)  # number of tokens that `_runs` loads before it waits for them
@@ -58,42 +57,54 @@ def _place_of(score):
 
 
 @triton.jit
-def _three_before(tokens_ptr, place):
-    """Packs the 3 tokens before each place of a text into one int64, 21 bits each.
+def _anchor_key(text_ptr, expected, ends, row_ptr, length, least, DEPTH: tl.constexpr):
+    """Returns a number for each place `expected`: larger for a longer anchor, then for a smaller gap; 0 without one.
 
-    The result is -1 for places with fewer than 3 tokens before them.
+    An anchor ends g = 1 .. GAP tokens before the place, and the row without its last g tokens ends with it. So the
+    same pairs of tokens are compared for every g.
+
+    Args:
+        text_ptr, ends: see `follow`.
+        expected: places, int32 [N].
+        row_ptr, length: see `follow`.
+        least: smallest number of tokens of an anchor.
+        DEPTH: number of last tokens of the row that are compared.
     """
-    packed = tl.zeros_like(place).to(tl.int64)
-    for back in tl.static_range(_ANCHOR):
-        packed = (packed << _ID_BITS) | tl.load(tokens_ptr + place - 1 - back, mask=place >= _ANCHOR, other=0)
-    return tl.where(place >= _ANCHOR, packed, -1)
+    run = tl.zeros_like(expected)
+    key = tl.zeros_like(expected)
+    for back in tl.static_range(DEPTH - 1, 0, -1):
+        theirs = tl.load(text_ptr + expected - 1 - back, mask=(expected > back) & (expected < ends), other=-1).to(
+            tl.int32
+        )
+        ours = tl.load(row_ptr + length - 1 - back, mask=length > back, other=-2).to(tl.int32)
+        run = tl.where(theirs == ours, run + 1, 0)
+        if back <= _GAP:
+            long = tl.minimum(run, _ANCHOR_MOST) * (_GAP + 1) + _GAP - back
+            key = tl.where(run >= least, tl.maximum(key, long), key)
+    return key
 
 
 @triton.jit
-def _expected_place(text_ptr, ends, room, row_ptr, length, otherwise, min_n, BLOCK: tl.constexpr):
+def _expected_place(text_ptr, ends, room, row_ptr, length, otherwise, min_n, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
     """Computes step 1 of `reference.lookup.follow`: the expected place of the row's next token in a text.
 
     Returns the place, and 1 if it comes from an anchor, else 0. For the arguments see `follow`.
     """
     best = tl.full((), 0, tl.int64)
-    gap = 1 + tl.arange(0, _GAP)[:, None]
-    ours = _three_before(row_ptr, length - gap)
     for start in range(0, ends, BLOCK):
-        place = start + tl.arange(0, BLOCK)[None, :]
-        usable = (place + gap < ends) & (ours >= 0) & (_three_before(text_ptr, place) == ours)
-        if tl.max(usable.to(tl.int32)) > 0:  # anchors are rare: lengths and scores are computed only if there is one
-            run = _runs(text_ptr, place, usable, row_ptr, length - 1 - gap, tl.maximum(min_n, _ANCHOR_MOST))
-            distance = tl.minimum(tl.abs(place + gap - otherwise), room)
-            score = _score(tl.minimum(run, _ANCHOR_MOST) * (_GAP + 1) + _GAP - gap, distance, place)
-            best = tl.maximum(best, tl.max(tl.where(run >= tl.maximum(min_n, _ANCHOR), score, 0)))
-    of_gap = (best >> _ABOVE) % (_GAP + 1)
-    expected = tl.where(best > 0, _place_of(best) + _GAP - of_gap, otherwise).to(tl.int32)
+        place = start + tl.arange(0, BLOCK)
+        key = _anchor_key(text_ptr, place, ends, row_ptr, length, _ANCHOR, _GAP + _ANCHOR)
+        if tl.max(key, axis=0) > 0:  # anchors are rare: their lengths are computed only if there is one
+            key = _anchor_key(text_ptr, place, ends, row_ptr, length, tl.maximum(min_n, _ANCHOR), DEPTH)
+            score = _score(key, tl.minimum(tl.abs(place - otherwise), room), place)
+            best = tl.maximum(best, tl.max(tl.where(key > 0, score, 0), axis=0))
+    expected = tl.where(best > 0, _place_of(best), otherwise).to(tl.int32)
     begins = (otherwise <= _GAP) & (otherwise < ends)
     return expected, ((best > 0) | begins).to(tl.int32)
 
 
 @triton.jit
-def follow(text_ptr, ends, room, row_ptr, length, otherwise, min_n, max_n, BLOCK: tl.constexpr):
+def follow(text_ptr, ends, room, row_ptr, length, otherwise, min_n, max_n, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
     """Finds the place in a text at which a row continues, as `reference.lookup.follow`.
 
     Returns the place, and the number of tokens that match before it; 0 if no place was found. Both are int64.
@@ -105,8 +116,9 @@ def follow(text_ptr, ends, room, row_ptr, length, otherwise, min_n, max_n, BLOCK
         otherwise: expected place if no match tells more, `RepeatedText.expected`, int32.
         min_n, max_n: see `LookUp`.
         BLOCK: number of places that are compared at a time.
+        DEPTH: GAP and the largest number of tokens of an anchor that count, which is at least min_n.
     """
-    expected, found = _expected_place(text_ptr, ends, room, row_ptr, length, otherwise, min_n, BLOCK // 2)
+    expected, found = _expected_place(text_ptr, ends, room, row_ptr, length, otherwise, min_n, BLOCK, DEPTH)
     best = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, ends, BLOCK):
         place = start + tl.arange(0, BLOCK)
