@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from fastspec.models.checkpoints.decoder_weights import load_weights
-from fastspec.models.checkpoints.parameter_names import COMPARED_ROWS
+from fastspec.models.checkpoints.parameter_names import COMPARED_ROWS, RenamedTensors
 from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.checkpoints.updates import GivenTensors
 from fastspec.models.layer_table import EMBED, HEAD, DecoderWeights
 from tests.helpers.checkpoints import edit, make_checkpoint, make_model, refusal
 
@@ -266,3 +267,10 @@ def test_null_lists_and_objects_are_absent(tmp_path: Path) -> None:
     assert resolve(directory, role="target").spec == spec
     edit(directory / "config.json", architectures=[], auto_map={}, rope_scaling={})
     assert resolve(directory, role="target").spec == spec
+
+
+def test_properties_under_new_names_are_collected_once() -> None:
+    given = GivenTensors([("b", torch.zeros(2, 3)), ("a", torch.zeros(4))])
+    renamed = RenamedTensors(given, {"x": "b"})
+    assert dict(renamed.infos()) == {"x": given.infos()["b"]}
+    assert renamed.infos() is renamed.infos() and given.infos() is given.infos()

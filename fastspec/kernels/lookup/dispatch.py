@@ -21,7 +21,7 @@ from fastspec.kernels.lookup.matches import PLACE_BITS, copy_of_prediction, copy
 from fastspec.kernels.lookup.texts import look_up_text
 from fastspec.kernels.reference.lookup import ANCHOR_MOST, GAP, LookUp, SharedTexts
 
-BLOCK, NUM_WARPS = 2048, 8  # number of places in a text that a CTA compares at a time; warps of a CTA
+BLOCK, NUM_WARPS = 2048, 16  # number of places in a text that a CTA compares at a time; warps of a CTA
 LONGEST_TEXT = 1 << PLACE_BITS  # tokens of a row or a prediction must be fewer
 
 

@@ -124,7 +124,8 @@ def allocate_weights(
         check_no_others(source.infos(), whole, checkpoint.name)
     whole_infos = None if checkpoint.sliced is None else source.infos()
     source = own_part(source, checkpoint)
-    total = dtype.itemsize * sum(math.prod(source.infos()[name].shape) for name in tensor_shapes(spec))
+    infos = source.infos()
+    total = dtype.itemsize * sum(math.prod(infos[name].shape) for name in tensor_shapes(spec))
     bar: tqdm[NoReturn] = tqdm(
         total=total, unit="B", unit_scale=True, desc=f"loading {checkpoint.role}", disable=not progress
     )

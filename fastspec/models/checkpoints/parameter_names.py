@@ -39,14 +39,15 @@ class RenamedTensors(WrappedSource):
     ) -> None:
         super().__init__(source)
         self._stored, self._copies = stored, copies or {}
+        infos = source.infos()
+        self._infos = {name: infos[inner] for name, inner in stored.items()}
 
     def _inner(self, name: str) -> str:
         return self._stored[name]
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Returns the properties of every tensor, by its new name."""
-        infos = self._source.infos()
-        return {name: infos[stored] for name, stored in self._stored.items()}
+        return self._infos
 
     def release(self, names: list[str]) -> None:
         """Frees the memory of these tensors, and of their copies, in the source."""

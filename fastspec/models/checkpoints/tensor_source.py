@@ -52,7 +52,7 @@ class TensorSource:
     unnamed: frozenset[str] = frozenset()
 
     def infos(self) -> Mapping[str, TensorInfo]:
-        """Returns shape, stored dtype and location of every tensor. Reads no values."""
+        """Returns shape, stored dtype and location of every tensor, the same mapping at every call. Reads no values."""
         raise NotImplementedError
 
     @contextmanager

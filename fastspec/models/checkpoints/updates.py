@@ -61,13 +61,14 @@ class GivenTensors(TensorSource):
             self._tensors[name] = _plain(name, tensor)
         if not self._tensors:
             raise CheckpointError(f"{WHERE} holds no tensor; give (name, tensor) pairs, a state_dict or a path")
-
-    @override
-    def infos(self) -> Mapping[str, TensorInfo]:
-        return {
+        self._infos = {
             name: TensorInfo(tuple(each.shape), each.dtype if each.dtype in DTYPES else str(each.dtype), WHERE)
             for name, each in self._tensors.items()
         }
+
+    @override
+    def infos(self) -> Mapping[str, TensorInfo]:
+        return self._infos
 
     @override
     def read(self, name: str) -> Tensor:

@@ -45,14 +45,14 @@ class WithSomeRows(WrappedSource):
         super().__init__(own)
         self._ids = ids
         self._places = {name: place for name, place in places.items() if place[1] in place[0].infos()}
+        self._infos = dict(own.infos())
+        for name, (source, stored) in self._places.items():
+            whole = source.infos()[stored]
+            self._infos[name] = replace(whole, shape=(len(ids), *whole.shape[1:]))
 
     def infos(self) -> Mapping[str, TensorInfo]:
         """Returns the properties of all tensors. A tensor with chosen rows has n rows."""
-        found = dict(self._source.infos())
-        for name, (source, stored) in self._places.items():
-            whole = source.infos()[stored]
-            found[name] = replace(whole, shape=(len(self._ids), *whole.shape[1:]))
-        return found
+        return self._infos
 
     @contextmanager
     def open(self) -> Iterator[None]:
