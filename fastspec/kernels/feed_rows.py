@@ -11,6 +11,7 @@
 | finish       | [B] int64     | 0: the row is running                                                          |
 | draft_tokens | [B, K] int64  | read from column max(first, 0) to column first + queries - 1                   |
 | draft_counts | [B] int64     | written if given: number of draft tokens for which the draft model has room    |
+| id_map       | [vocab] int64 | if given, id t is fed as id_map[t]                                            |
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ def _feed_kernel(
     finish_ptr,
     drafts_ptr,
     counts_ptr,
+    id_map_ptr,
     ids_ptr,
     positions_ptr,
     writes_ptr,
@@ -118,6 +120,8 @@ def _feed_kernel(
         vocab,
         num_drafts,
     )
+    if id_map_ptr is not None:
+        token = tl.load(id_map_ptr + token, mask=in_range, other=0)
     out = row * queries + query
     tl.store(ids_ptr + out, token, mask=in_range)
     tl.store(positions_ptr + out, position, mask=in_range)
@@ -138,13 +142,17 @@ def feed_rows(
     vocab: int,
     draft_counts: Tensor | None = None,
     num_drafts: int = 0,
+    id_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Builds the token ids, positions and write mask of a pass, as `Ops.feed_rows`, with a Triton kernel.
 
     Raises:
-        ValueError: a tensor's rows are not contiguous, or `draft_tokens` has fewer columns than the pass reads.
+        ValueError: a tensor's rows are not contiguous, `draft_tokens` has fewer columns than the pass reads, or
+            `id_map` has not `vocab` elements.
     """
     check_feed(tokens, lengths, finish, draft_tokens, draft_counts, first + queries)
+    if id_map is not None and (id_map.shape != (vocab,) or not id_map.is_contiguous()):
+        raise ValueError(f"id_map is {tuple(id_map.shape)}; wanted contiguous [{vocab}]: an id for each id to feed")
     batch, device = lengths.shape[0], lengths.device
     # new_ids: torch uses them as indices of tables, also within `compiling()`
     ids, positions = (new_ids(batch * queries, device).view(batch, queries) for _ in range(2))
@@ -157,6 +165,7 @@ def feed_rows(
         finish,
         draft_tokens,
         draft_counts,
+        id_map,
         ids,
         positions,
         write_mask,

@@ -117,12 +117,15 @@ class Assistant(Decoder):
         return whole.scatter_(-1, ids, found)
 
     @override
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
         if self._groups is None:
-            super().argmax(hidden, limit, tiling, out)
+            super().argmax(hidden, limit, tiling, out, ids)
             return
-        ids, found = self._of_groups(hidden, tiling)
-        out.copy_(ids.gather(-1, found.argmax(dim=-1, keepdim=True))[..., 0])
+        chosen, found = self._of_groups(hidden, tiling)
+        if ids is not None:
+            chosen = ids[chosen]
+            found = torch.where(chosen < limit, found, -torch.inf)
+        out.copy_(chosen.gather(-1, found.argmax(dim=-1, keepdim=True))[..., 0])
 
     def _of_groups(self, hidden: Tensor, tiling: Tiling) -> tuple[Tensor, Tensor]:
         """Computes logits only for token ids in the groups with the highest scores.

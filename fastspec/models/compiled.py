@@ -43,9 +43,10 @@ class CompiledDecoder(Decoder):
         return self._compiled_logits(self, hidden)
 
     @override
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
         # the copy is outside the graph: `out` is a column, which may be misaligned for the compiler's vector stores
-        out.copy_(self._compiled_pick(self, hidden, limit))
+        mapped = () if ids is None else (ids,)
+        out.copy_(self._compiled_pick(self, hidden, limit, *mapped))
 
 
 def _hidden(model: Decoder, ids: Tensor, positions: Tensor, write_mask: Tensor, block_table: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def _logits(model: Decoder, hidden: Tensor) -> Tensor:
     return Decoder.logits(model, hidden, UNTILED)
 
 
-def _pick(model: Decoder, hidden: Tensor, limit: int) -> Tensor:
+def _pick(model: Decoder, hidden: Tensor, limit: int, ids: Tensor | None = None) -> Tensor:
     chosen = torch.empty(hidden.shape[0], dtype=torch.int64, device=hidden.device)
-    Decoder.argmax(model, hidden, limit, UNTILED, chosen)
+    Decoder.argmax(model, hidden, limit, UNTILED, chosen, ids)
     return chosen

@@ -590,21 +590,21 @@ class Decoder:
         """
         return self._product(x, self.weights.head, None, tiling, out_dtype=torch.float32, **options)
 
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
         """Writes to `out` [R] the id below `limit` with the largest logit, for each of the hidden states [R, hidden].
 
-        Of equal logits the lowest id is taken.
+        Of equal logits the lowest id is taken. For `ids` see `CausalModel.argmax`.
         """
         scales = self.spec.scales
         if scales.logits != 1.0 or scales.softcap is not None:  # scaling may round different logits to equal values
-            out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
+            reference.pick(self.logits(hidden, tiling), limit, out, ids)
             return
-        self._raw_argmax(hidden, limit, tiling, out)
+        self._raw_argmax(hidden, limit, tiling, out, ids)
 
-    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None) -> None:
         """Implements `argmax` for logits that are neither scaled nor capped."""
         x, options = self._normed(self.spec.plans[-1], hidden, self.weights.norm, self.weights.norm_bias)
-        self.head_argmax(x, limit, tiling, out, work=self._work, **options)
+        self.head_argmax(x, limit, tiling, out, work=self._work, ids=ids, **options)
 
     def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, **options: Any) -> None:
         """Multiplies x [R, hidden] with the LM head, and finds the id below `limit` with the largest value in each row.

@@ -152,10 +152,17 @@ class CausalModel(Protocol):
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., V] for hidden states [..., hidden]."""
 
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
         """Finds the id below `limit` with the largest logit for each of the hidden states [R, hidden].
 
         Writes the ids to `out`, int64 [R]. Of equal logits the lowest id is taken.
+
+        Args:
+            hidden, tiling: see `hidden` and `logits`.
+            limit: only ids below it count.
+            out: int64 [R], receives the ids.
+            ids: int64 [V], the id of each of the V logits, such as the target's id of each id of a draft. None: the
+                model's own ids.
         """
 
 

@@ -288,27 +288,42 @@ class ParallelDecoder(Decoder):
         of_all = self.exchange.gather(keys.view(torch.float32).unflatten(0, (-1, 2)))
         return PartKeys(of_all.view(torch.int64).unflatten(0, hidden.shape[:2]), self._head.shape[0])
 
-    def _own_keys(self, x: Tensor, limit: int, tiling: Tiling, work: Any, **options: Any) -> Tensor:
-        """Finds the largest of this rank's first `limit` logits, for each row of x [R, hidden].
+    def _own_keys(
+        self, x: Tensor, limit: int, tiling: Tiling, work: Any, ids: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        """Finds the largest of this rank's logits with an id below `limit`, for each row of x [R, hidden].
 
-        Returns uint64 keys [R], which contain the logit and its id; see `reference.keys_of`. `options` are those of
-        `Ops.argmax`, such as the final norm.
+        Returns uint64 keys [R], which contain the logit and its id; see `reference.keys_of`. `ids` and `options` are
+        those of `Ops.argmax`, such as the final norm.
         """
         keys = torch.empty(len(x), dtype=torch.uint64, device=x.device)
         if len(self._pieces[id(self._head)].rows) == 1:
-            self.ops.argmax(x, self._head, limit, tiling, work=work, out=keys, **options)
+            self.ops.argmax(x, self._head, limit, tiling, work=work, out=keys, ids=ids, **options)
         else:
-            keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(x, tiling, **options), limit))
+            keys.view(torch.int64).copy_(reference.keys_of(self._own_logits(x, tiling, **options), limit, ids))
         return keys
 
     @override
-    def head_argmax(self, x: Tensor, limit: int, tiling: Tiling, out: Tensor, work: Any = None, **options: Any) -> None:
+    def head_argmax(
+        self,
+        x: Tensor,
+        limit: int,
+        tiling: Tiling,
+        out: Tensor,
+        work: Any = None,
+        ids: Tensor | None = None,
+        **options: Any,
+    ) -> None:
         if not self._splits_vocab:
-            out.copy_(self._own_logits(x, tiling, **options)[..., :limit].argmax(dim=-1))
+            reference.pick(self._own_logits(x, tiling, **options), limit, out, ids)
             return
         width = self._head.shape[0]
-        keys = self._own_keys(x, min(max(limit - self._share.rank * width, 0), width), tiling, work, **options)
-        self.exchange.largest(keys, width, out)
+        first = self._share.rank * width
+        if ids is None:
+            keys = self._own_keys(x, min(max(limit - first, 0), width), tiling, work, **options)
+        else:
+            keys = self._own_keys(x, limit, tiling, work, ids[first : first + width], **options)
+        self.exchange.largest(keys, width if ids is None else 0, out)
 
 
 def _head(weights: DecoderWeights, spec: ModelSpec, share: RankShare) -> Weight:

@@ -71,7 +71,7 @@ class ChainHead(Protocol):
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., vocab_size] for outputs [..., hidden] of `drafted`."""
 
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
         """Writes the id of the largest logit for each output of `drafted` to `out`; see `CausalModel.argmax`."""
 
 
@@ -157,14 +157,12 @@ class ChainDrafts(LearnedDrafts[ChainHead]):
         known = self._begin(state, k)[:, None]
         places = torch.arange(-2, k - 2, device=known.device)[:, None] + state.lengths
         places = places.clamp_min_(0)[..., None]
-        # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
-        picks = torch.zeros_like(places[..., 0])
         x = features[:, None]
         for j in range(k):
             with self._mark(f"draft[{j}]"):
                 rows = self._inputs(state, shape, j, places[j], known)
                 x = model.drafted(model.feature(x), rows) if j else model.resumed(x, rows)
-                self._draw(state, shape, draws, x, j, picks[j])
+                self._draw(state, shape, draws, x, j)
                 if lookup is not None:
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
@@ -222,12 +220,11 @@ class AssistantDrafts(LearnedDrafts[Assistant]):
         k, model = shape.num_drafts, self.model
         self._begin(state, k)
         places, ids = self._places(state, shape)
-        picks = torch.zeros(k, state.batch, dtype=torch.int64, device=ids.device)
         h = features[:, None]
         for j in range(k):
             with self._mark(f"draft[{j}]"):
                 x = model.drafted(h, ids, places)
-                self._draw(state, shape, draws, x, j, picks[j])
+                self._draw(state, shape, draws, x, j)
                 if lookup is not None:
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
                 ids, h = state.draft_tokens[:, j : j + 1], model.feature(x, shape.tiling)

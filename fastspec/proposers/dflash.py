@@ -102,23 +102,35 @@ class InOrder(DFlashDrafts):
         x = self._hidden(state, shape)
         state.draft_counts.fill_(shape.num_drafts)
         before = state.tokens.gather(1, (state.lengths[:, None] - 1).clamp_min(0))
-        logits_of = self._logits_after(x.contiguous(), shape)
+        candidates_of = self._candidates_after(x.contiguous(), shape)
         for j in range(shape.num_drafts):
-            logits = logits_of(j, before)
+            logits, ids = candidates_of(j, before)
             if shape.sampler == GREEDY:
-                state.draft_tokens[:, j] = self._target_ids(logits[:, 0].argmax(-1))
+                best = logits[:, 0].argmax(-1, keepdim=True)
+                state.draft_tokens[:, j] = self._target_ids(best if ids is None else ids.gather(1, best))[:, 0]
             else:
-                self._sample(state, shape, draws, logits, j)
+                self._sample(state, shape, draws, logits if ids is None else self._among_all(logits, ids), j)
             if lookup is not None:
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
             before = state.draft_tokens[:, j : j + 1].clamp(0, self._target.vocab_size - 1)
 
+    def _among_all(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """Returns logits of all ids of the head, fp32 [B, 1, head's ids]. All other ids get -inf.
+
+        Args:
+            logits: fp32 [B, 1, n], logits of some ids.
+            ids: int64 [B, n], the head's ids of these logits.
+        """
+        nothing = logits.new_full((len(logits), 1, self.model.vocab_size), -torch.inf)
+        return nothing.scatter(-1, ids[:, None], logits)
+
     @abstractmethod
-    def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
-        """Returns a function that computes the logits of draft token j, fp32 [B, 1, head's ids].
+    def _candidates_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], tuple[Tensor, Tensor | None]]:
+        """Returns a function that computes the logits of draft token j.
 
         The arguments of that function are j (from 0), and the token before draft token j of each sequence, int64 [B,
-        1].
+        1]. It returns fp32 logits [B, 1, n] and the head's ids of these logits, int64 [B, n]. Other ids are not
+        drafted. The ids are None if the logits are those of all ids of the head.
 
         Args:
             x: [B, k, hidden], the head's hidden states for all draft tokens.
@@ -139,9 +151,9 @@ class DSparkDrafts(InOrder):
         self._head = model
 
     @override
-    def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
+    def _candidates_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], tuple[Tensor, Tensor | None]]:
         logits = self.model.logits(x, shape.tiling)
-        return lambda j, before: logits[:, j : j + 1] + self._head.after(before, shape.tiling)
+        return lambda j, before: (logits[:, j : j + 1] + self._head.after(before, shape.tiling), None)
 
 
 class DFlash2Drafts(InOrder):
@@ -157,13 +169,12 @@ class DFlash2Drafts(InOrder):
         self._head, self._count = model, model.candidates
 
     @override
-    def _logits_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], Tensor]:
+    def _candidates_after(self, x: Tensor, shape: StepShape) -> Callable[[int, Tensor], tuple[Tensor, Tensor | None]]:
         best = self.model.logits(x, shape.tiling).topk(self._count, dim=-1)
         ids, projected = self._target_ids(best.indices), self._head.projected(x, shape.tiling)
-        nothing = best.values.new_full((len(x), 1, self.model.vocab_size), -torch.inf)
 
-        def logits(j: int, before: Tensor) -> Tensor:
-            scores = best.values[:, j : j + 1] + self._head.scored(projected[:, j : j + 1], before, ids[:, j])
-            return nothing.scatter(-1, best.indices[:, j : j + 1], scores)
+        def candidates(j: int, before: Tensor) -> tuple[Tensor, Tensor]:
+            scores = self._head.scored(projected[:, j : j + 1], before, ids[:, j])
+            return best.values[:, j : j + 1] + scores, best.indices[:, j]
 
-        return logits
+        return candidates

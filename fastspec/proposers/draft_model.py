@@ -107,9 +107,9 @@ class DraftModel(ProposerBase):
             state.draft_tokens,
             limit=self.max_length,
             vocab=self.shared_vocab,
+            id_map=None if self._map is None else self._map.to_draft,
             **({"first": j - 1, "queries": 1} if j else first),
         )
-        ids = ids if self._map is None else self._map.to_draft[ids]
         if may_feed is not None:
             write_mask = write_mask & may_feed
         return shape.forward_batch(ids, positions, write_mask, state.block_table, state.state_rows)
@@ -137,15 +137,18 @@ class DraftModel(ProposerBase):
             hidden: [B, 1, hidden], hidden states of the draft model.
             j: index of the draft token, from 0.
         """
-        if shape.sampler == GREEDY and self._map is None:
-            self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
+        if shape.sampler == GREEDY:
+            limit, ids = self._greedy
+            self.model.argmax(hidden[:, 0], limit, shape.tiling, out=state.draft_tokens[:, j], ids=ids)
             return
         logits = self.model.logits(hidden, shape.tiling)
-        if shape.sampler == GREEDY and self._map is not None:
-            state.draft_tokens[:, j].copy_(self._map.best(logits[:, 0]))
-            return
         logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
+
+    @property
+    def _greedy(self) -> tuple[int, Tensor | None]:
+        """`limit` and `ids` of `CausalModel.argmax` for draft tokens that are ids of the target."""
+        return self.shared_vocab, None if self._map is None else self._map.places
 
 
 class ParallelDraft(DraftModel):
@@ -192,11 +195,11 @@ class ParallelDraft(DraftModel):
         at = first + torch.arange(k, device=first.device)
         x = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
         torch.clamp(self.max_length + 1 - state.lengths, 0, k, out=state.draft_counts)
+        if shape.sampler == GREEDY:
+            pick_block(self.model.argmax, state, shape, x, lookup, *self._greedy)
+            return
         for j, logits in enumerate(self._logits(x, shape)):
-            if shape.sampler == GREEDY:
-                state.draft_tokens[:, j] = logits[:, 0].argmax(dim=-1)
-            else:
-                sample(self.ops, state, shape, draws, logits, j, self._work)
+            sample(self.ops, state, shape, draws, logits, j, self._work)
             if lookup is not None:
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
@@ -235,12 +238,10 @@ class VocabMap:
         to_draft: int64 [target ids], for each target id the draft id that is fed instead; 0 if there is none.
         places: int64 [draft ids], for each draft id the target id with the same text; the number of target ids if there
             is none.
-        known: bool [draft ids], True if the target has an id with the same text.
     """
 
     to_draft: Tensor
     places: Tensor
-    known: Tensor
 
     @classmethod
     def of(cls, target_ids: Tensor, target_vocab: int, to_draft: Tensor | None = None) -> VocabMap:
@@ -261,20 +262,40 @@ class VocabMap:
         if to_draft is None:
             to_draft = torch.zeros(target_vocab, dtype=torch.int64, device=target_ids.device)
             to_draft[target_ids[known]] = torch.arange(len(places), device=target_ids.device)[known]
-        return cls(to_draft, places, known)
-
-    def best(self, logits: Tensor) -> Tensor:
-        """Returns the target id of the largest logit. Draft ids that the target lacks are left out.
-
-        Args:
-            logits: [..., draft ids].
-        """
-        return self.places[torch.where(self.known, logits, -torch.inf).argmax(dim=-1)]
+        return cls(to_draft, places)
 
     def in_target_ids(self, logits: Tensor) -> Tensor:
         """Converts logits [..., draft ids] to [..., target ids]. Ids that the draft lacks get -inf."""
         wide = logits.new_full((*logits.shape[:-1], len(self.to_draft) + 1), -torch.inf)
         return wide.index_copy_(-1, self.places, logits)[..., :-1]
+
+
+def pick_block(
+    argmax: Callable[..., None],
+    state: DecodeState,
+    shape: StepShape,
+    x: Tensor,
+    lookup: tuple[Tensor, Tensor] | None,
+    limit: int,
+    ids: Tensor | None,
+) -> None:
+    """Writes the most probable tokens as the k draft tokens of every sequence, for greedy sampling.
+
+    Args:
+        argmax: see `CausalModel.argmax`.
+        state, shape: see `Proposer.propose`.
+        x: [B, k, hidden], hidden states for the draft tokens.
+        lookup: see `DraftModel.propose`.
+        limit, ids: see `CausalModel.argmax`.
+    """
+    k = shape.num_drafts
+    # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
+    picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
+    argmax(x.reshape(-1, x.shape[-1]), limit, shape.tiling, out=picks, ids=ids)
+    drafts = picks.view(-1, k)
+    if lookup is not None:
+        drafts = torch.where(torch.arange(k, device=x.device) < lookup[1][:, None], lookup[0], drafts)
+    state.draft_tokens[:, :k] = drafts
 
 
 def sample(ops: Ops, state: DecodeState, shape: StepShape, draws: Draws, logits: Tensor, j: int, work: Any) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.spec import HeadSpec, as_layers, described
-from fastspec.proposers.draft_model import VocabMap, overwrite_draft, sample
+from fastspec.proposers.draft_model import VocabMap, overwrite_draft, pick_block, sample
 from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import GREEDY, StepShape, Tiling
@@ -32,7 +32,7 @@ class HeadModel(Protocol):
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., vocab_size] for the head's output [..., hidden]."""
 
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
         """Writes the id of the largest logit for each hidden state to `out`; see `CausalModel.argmax`."""
 
 
@@ -124,23 +124,19 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
 
-    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
+    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int) -> None:
         """Draws draft token j of every sequence from the head's output. Writes token and distribution to `state`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             x: [B, 1, hidden], output of the head.
             j: index of the draft token, from 0.
-            picks: int64 [B] of zeros, work area for the head's ids.
         """
-        model = self.model
         if shape.sampler != GREEDY:
-            self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
-        elif self._map is None:
-            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=state.draft_tokens[:, j])
-        else:
-            model.argmax(x[:, 0], model.vocab_size, shape.tiling, out=picks)
-            torch.index_select(self._map.places, 0, picks, out=state.draft_tokens[:, j])
+            self._sample(state, shape, draws, self.model.logits(x, shape.tiling), j)
+            return
+        limit, ids = self._greedy
+        self.model.argmax(x[:, 0], limit, shape.tiling, out=state.draft_tokens[:, j], ids=ids)
 
     def _draw_block(
         self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, lookup: tuple[Tensor, Tensor] | None
@@ -150,7 +146,7 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         For `lookup` see `DraftModel.propose`, for other arguments `Proposer.propose`.
         """
         if shape.sampler == GREEDY:
-            self._pick(state, shape, x, lookup)
+            pick_block(self.model.argmax, state, shape, x, lookup, *self._greedy)
             return
         logits = self.model.logits(x.contiguous(), shape.tiling)
         for j in range(shape.num_drafts):
@@ -158,16 +154,9 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
             if lookup is not None:
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 
-    def _pick(self, state: DecodeState, shape: StepShape, x: Tensor, lookup: tuple[Tensor, Tensor] | None) -> None:
-        """Writes the most probable tokens as the k draft tokens of every sequence, for greedy sampling.
-
-        For arguments see `_draw_block`.
-        """
-        k, model = shape.num_drafts, self.model
-        # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
-        picks = torch.zeros(x.shape[0] * k, dtype=torch.int64, device=x.device)
-        model.argmax(x.reshape(-1, x.shape[-1]), model.vocab_size, shape.tiling, out=picks)
-        drafts = self._target_ids(picks).view(-1, k)
-        if lookup is not None:
-            drafts = torch.where(torch.arange(k, device=x.device) < lookup[1][:, None], lookup[0], drafts)
-        state.draft_tokens[:, :k] = drafts
+    @property
+    def _greedy(self) -> tuple[int, Tensor | None]:
+        """`limit` and `ids` of `CausalModel.argmax` for draft tokens that are ids of the target."""
+        if self._map is None:
+            return self.model.vocab_size, None
+        return self._target.vocab_size, self._map.places

@@ -94,7 +94,6 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
         """
         k, model = shape.num_drafts, self.model
         known = self._begin(state, k)[:, None]
-        picks = torch.zeros(k, state.batch, dtype=torch.int64, device=known.device)
         x = model.condense(features, shape.tiling)
         for j in range(k):
             layer = min(j, self._layers - 1)
@@ -103,7 +102,7 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
             with self._mark(f"draft[{j}]"):
                 x = model.drafted(x.contiguous(), self._inputs(state, shape, j, x.shape[1], known), layer)
                 last = x[:, -1:].contiguous()
-                self._draw(state, shape, draws, last, j, picks[j])
+                self._draw(state, shape, draws, last, j)
                 if lookup is not None:
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 

@@ -40,6 +40,7 @@ LAYERS = [
     (3584, 18944, "residual"),
     (16, 64, "norm+bias"),
     (1152, 896, "norm+pick"),
+    (1152, 896, "norm+pick+ids"),
 ]
 LAYER_SIZES = [(4096, 14336, 6144), (2048, 8192, 3072), (896, 4864, 1152)]  # hidden, inner and qkv's N
 ROWS = range(1, 161)  # every number of them that one program of the ring takes: each change of kernel and of tile
@@ -61,7 +62,8 @@ def multiplied(weight: Weight, fused: str, rows: int, pdl: bool) -> object:
     x = on_meta((rows, k), dtype)
     norm = (on_meta((k,), dtype), EPS) if "norm" in words else None
     if "pick" in words:
-        return packed_argmax(x, weight, n, on_meta((ROWS[-1] + 1,), I64), norm=norm, pdl=pdl)
+        ids = on_meta((n,), I64) if "ids" in words else None
+        return packed_argmax(x, weight, n, on_meta((ROWS[-1] + 1,), I64), norm=norm, pdl=pdl, ids=ids)
     return packed_linear(
         x,
         weight,

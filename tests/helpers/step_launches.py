@@ -157,7 +157,8 @@ def _feed(queries: int, counts: torch.Tensor | None) -> object:
     state = _state(64)
     drafts = on_meta((BATCH, queries), I64)
     fixed: dict[str, Any] = {"first": -1, "queries": queries, "limit": 2**30, "vocab": 64, "num_drafts": 3}
-    return feed_rows(state.tokens, state.lengths, state.finish, drafts, draft_counts=counts, **fixed)
+    id_map = on_meta((64,), I64) if counts is not None else None
+    return feed_rows(state.tokens, state.lengths, state.finish, drafts, draft_counts=counts, id_map=id_map, **fixed)
 
 
 def _greedy(vocab: int, batch: int, recorded: bool, published: bool) -> None:

@@ -40,6 +40,7 @@ def test_the_kernel_equals_its_torch_definition(shape: dict[str, int], counted: 
         rows.draft_tokens[4, :] = -1
         twin = copy_of(whole)
         view = twin.rows(before, before + 9)
+        id_map = torch.randperm(vocab, device=device) if seed % 2 else None
         for num_drafts in (3, 0) if counted else (0,):
             ours = feed_rows(
                 rows.tokens,
@@ -50,6 +51,7 @@ def test_the_kernel_equals_its_torch_definition(shape: dict[str, int], counted: 
                 vocab=vocab,
                 draft_counts=rows.draft_counts if counted else None,
                 num_drafts=num_drafts,
+                id_map=id_map,
                 **shape,
             )
             theirs = reference.feed_rows(
@@ -61,6 +63,7 @@ def test_the_kernel_equals_its_torch_definition(shape: dict[str, int], counted: 
                 vocab=vocab,
                 draft_counts=view.draft_counts if counted else None,
                 num_drafts=num_drafts,
+                id_map=id_map,
                 **shape,
             )
             for a, b in zip(ours, theirs, strict=True):

@@ -273,4 +273,5 @@ def test_properties_under_new_names_are_collected_once() -> None:
     given = GivenTensors([("b", torch.zeros(2, 3)), ("a", torch.zeros(4))])
     renamed = RenamedTensors(given, {"x": "b"})
     assert dict(renamed.infos()) == {"x": given.infos()["b"]}
-    assert renamed.infos() is renamed.infos() and given.infos() is given.infos()
+    assert renamed.infos() is renamed.infos()
+    assert given.infos() is given.infos()

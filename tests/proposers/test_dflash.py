@@ -226,8 +226,8 @@ def conv_across(self: DFlash2, index: int, which: str, side: int, h: Tensor, ker
 @pytest.mark.parametrize(
     ("case", "kind", "name", "planted"),
     [
-        ("DSpark", DSparkDrafts, "_logits_after", before_off_by_one),
-        ("DFlash2 of speculators", DFlash2Drafts, "_logits_after", places_off_by_one),
+        ("DSpark", DSparkDrafts, "_candidates_after", before_off_by_one),
+        ("DFlash2 of speculators", DFlash2Drafts, "_candidates_after", places_off_by_one),
         ("DFlash2", DFlash2, "_convolution", conv_across),
     ],
 )

@@ -78,8 +78,10 @@ class CpuOps(Ops):
         norm: tuple[Tensor, float] | None = None,
         work: Any,
         out: Tensor,
+        ids: Tensor | None = None,
     ) -> None:
-        reference.pick(CpuOps.linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32), limit, out)
+        logits = CpuOps.linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
+        reference.pick(logits, limit, out, ids)
 
     @staticmethod
     @override

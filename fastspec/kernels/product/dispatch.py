@@ -98,6 +98,7 @@ def packed_argmax(
     norm: tuple[Tensor, float] | None = None,
     pdl: bool,
     out: Tensor | None = None,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """Returns the id of the largest logit of each row, as `Ops.packed_argmax`. The second table above has the shapes.
 
@@ -108,6 +109,7 @@ def packed_argmax(
         norm: weight and epsilon of an RMSNorm of x. None: no norm.
         pdl: see `packed_linear`.
         out: int64 [R] for ids, or uint64 [R] for keys. None: a new tensor of ids.
+        ids: int64 [V], the id of each logit; several may have an id from `limit` on. None: its place.
 
     Raises:
         TypeError: dtypes that do not fit each other.
@@ -124,8 +126,10 @@ def packed_argmax(
         out = torch.empty(len(rows), dtype=torch.int64, device=x.device)
     if out.shape != (len(rows),) or out.dtype not in (torch.int64, torch.uint64):
         raise ValueError(f"out is {out.dtype} {tuple(out.shape)}; it must be int64 [{len(rows)}]")
+    if ids is not None:
+        _check("ids", ids, weight.shape[:1], torch.int64)
     if len(rows) > 0:
-        run(Call(rows, weight, out, norm=norm, argmax_keys=scratch, limit=limit), pdl)
+        run(Call(rows, weight, out, norm=norm, argmax_keys=scratch, limit=limit, ids=ids), pdl)
     return out
 
 
@@ -160,4 +164,4 @@ def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype
     if tuple(tensor.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with this x and weight it must be {shape}")
     if tensor.dtype != dtype:
-        raise TypeError(f"{name} is {tensor.dtype}; it must be x's dtype, {dtype}")
+        raise TypeError(f"{name} is {tensor.dtype}; it must be {dtype}")

@@ -405,10 +405,11 @@ def write_tile(
 
 
 @gluon.jit
-def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constexpr = 0):
+def enter_keys(total, tile_id, first_row, keys_ptr, ids_ptr, M, N, limit, OWN: gl.constexpr = 0):
     """Updates each row's key, for the argmax, with the row's largest logit in a tile of logits [A, 2, 8, BM].
 
-    keys_ptr: int64 [M], updated by an atomic maximum. limit: only ids below it count. OWN: see `_owned`.
+    keys_ptr: int64 [M], updated by an atomic maximum. ids_ptr: int64 [N], ids of the logits; None: their places.
+    limit: only ids below it count. OWN: see `_owned`.
 
     A key holds a logit and its id. Keys are ordered by logit, then by lower id. The upper 32 bits order floats as
     integers; NaN is the largest, and 0 equals -0. The lower 31 bits are 2^31 - 1 - id. Every key is above zero, so zero
@@ -419,8 +420,14 @@ def enter_keys(total, tile_id, first_row, keys_ptr, M, N, limit, OWN: gl.constex
     bits = gl.where(total == 0.0, 0.0, total).to(gl.int32, bitcast=True)
     order = (bits ^ ((bits >> 31) | -0x80000000)).to(gl.int64) & 0xFFFFFFFF
     order = gl.where(total == total, order, 0xFFFFFFFF)
-    end = gl.minimum(limit, _columns_end(total, tile_id, N, False, OWN))
-    key = gl.where(token < end, (order << 31) | (0x7FFFFFFF - token), 0)
+    end = _columns_end(total, tile_id, N, False, OWN)
+    if ids_ptr is None:
+        counted = token < gl.minimum(limit, end)
+    else:
+        inside = token < end
+        token = gl.load(ids_ptr + token, mask=inside, other=0)
+        counted = inside & (token < limit)
+    key = gl.where(counted, (order << 31) | (0x7FFFFFFF - token), 0)
     best = gl.max(gl.reshape(key, [A * 16, total.shape[3]]), axis=0)
     row = first_row + gl.arange(0, total.shape[3], layout=best.type.layout)
     gl.atomic_max(keys_ptr + row, best, mask=row < M, sem="relaxed")

@@ -213,7 +213,7 @@ def few_rows_kernel(
 ):
     """Computes a tile of the result in each CTA: the products of R weight rows with BM rows of x, and the epilogue."""
     x_ptr, gamma_ptr, scale_ptr, eps = inputs
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, _parts_ptr = epilogue
     UNIT: gl.constexpr = unit_of(FORM, GROUP, KT)
     BLOCK: gl.constexpr = block_of(FORM, BM)
     BLOCKS: gl.constexpr = BM // BLOCK
@@ -322,7 +322,7 @@ def few_rows_kernel(
         elif gamma_ptr is not None or scale_ptr is not None:
             total = total * factor
         if keys_ptr is not None:
-            enter_keys(total, tile, first, keys_ptr, M, N, limit)
+            enter_keys(total, tile, first, keys_ptr, ids_ptr, M, N, limit)
         else:
             if BLOCKS > 1:
                 loaded = addends(like, tile, first, bias_ptr, residual_ptr, M, N, GATED)

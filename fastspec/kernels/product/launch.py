@@ -79,6 +79,7 @@ class Epilogue(NamedTuple):
         residual_ptr: [M, width]; None: no residual. The width of the output is N, or N / 2 if gated.
         out_ptr: [M, width]. With `keys_ptr`: int64 ids or uint64 keys, with a stride.
         keys_ptr: int64 [M + 1], scratch of an argmax. None: no argmax.
+        ids_ptr: int64 [N], the id of each logit in an argmax. None: the logit's place.
         parts_ptr: fp32 [S / PAIRWISE, M, N], or [S, M, N] for codes. If given, the kernel stores partial sums there,
             and nothing else. TMA kernels only.
     """
@@ -87,6 +88,7 @@ class Epilogue(NamedTuple):
     residual_ptr: Any
     out_ptr: Any
     keys_ptr: Any
+    ids_ptr: Any = None
     parts_ptr: Any = None
 
 
@@ -101,6 +103,7 @@ class Call:
         bias, norm, residual: see `packed_linear`.
         argmax_keys: int64 [M + 1], scratch of an argmax. None: no argmax.
         limit: only ids below it are compared by an argmax.
+        ids: int64 [N], the id of each logit in an argmax. None: the logit's place.
         gated: True if silu(gate) * up follows the product.
         gelu: True for gelu instead of silu.
     """
@@ -113,6 +116,7 @@ class Call:
     residual: Tensor | None = None
     argmax_keys: Tensor | None = None
     limit: int = 0
+    ids: Tensor | None = None
     gated: bool = False
     gelu: bool = False
 
@@ -151,7 +155,7 @@ def run(call: Call, pdl: bool, tile: Tile | None = None) -> None:
         x, scale = norm_rows(x, *call.norm, split.split_k, split.k_tile, dtype, pdl)
     eps = 0.0 if call.norm is None else call.norm[1]
     inputs = Rows(x.view(torch.int32), gamma, scale, eps if call.weight.codes is None else None)
-    epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys)
+    epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys, call.ids)
     numbers = rows, n, call.limit, call.out_stride
     shape = {"K": k, "S": split.split_k, "R": tile.weight_rows, "D": tile.depth}
     shape |= {"GATED": call.gate, "PDL": pdl, "DTYPE": dtype}
@@ -235,7 +239,7 @@ def launch_tma(
     n, _ = call.weight.shape
     parts = _parts_for(tile, call)
     sums = None if parts is None else parts.sums
-    epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys, sums)
+    epilogue = Epilogue(call.bias, call.residual, call.out, call.argmax_keys, call.ids, sums)
     eps = 0.0 if call.norm is None else call.norm[1]
     ends = squares if parts is None else None, epilogue, len(call.x), n, eps, call.limit, call.out_stride
     if isinstance(tile, Tma):

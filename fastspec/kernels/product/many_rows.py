@@ -256,7 +256,7 @@ def many_rows_kernel(
 ):
     """Computes a tile of the result in each CTA: R weight rows times GROUPS * GROUP rows of x, and the epilogue."""
     x_ptr, _gamma_ptr, scale_ptr, _eps = inputs
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, _parts_ptr = epilogue
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = _mma_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
@@ -320,7 +320,7 @@ def many_rows_kernel(
         if scale_ptr is not None:
             total = total * loaded_factor(scale_ptr, row, M, total)
         if keys_ptr is not None:
-            enter_keys(total, tile, row, keys_ptr, M, N, limit)
+            enter_keys(total, tile, row, keys_ptr, ids_ptr, M, N, limit)
         else:
             write_tile(
                 *(total, loaded, tile, row, out_ptr, M, N, GATED),

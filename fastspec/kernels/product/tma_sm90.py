@@ -278,7 +278,7 @@ def _work_out_factors(
 
 @gluon.jit
 def _end(
-    totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M, N, limit,
+    totals, tile, first_row, factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, M, N, limit,
     GATED: gl.constexpr, REGROUP: gl.constexpr, OWN: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
     """Runs the epilogue of a tile whose sums over K are complete. `totals` has sums for each group of rows of x.
@@ -292,7 +292,7 @@ def _end(
             mine = factors.slice(FIRST[i], total.shape[3]).load(column_layout(total.type.layout))
             total = total * row_factor(mine, total)
         if keys_ptr is not None:
-            enter_keys(total, tile, first_row, keys_ptr, M, N, limit, OWN)
+            enter_keys(total, tile, first_row, keys_ptr, ids_ptr, M, N, limit, OWN)
         else:
             loaded = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED, OWN)
             write_tile(
@@ -312,7 +312,7 @@ def _multiply(
 
     full, free: barriers of the ring buffer's slots. factors, known: see `_work_out_factors`. EACH: steps of a tile.
     """
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, parts_ptr = epilogue
     nil = M >> 31
     step = 0
     turns = _turns(N, OWN, STAY)
@@ -332,7 +332,7 @@ def _multiply(
             width = (N + zero) // 16 * 16  # equal to N; tells the compiler that it is a multiple of 16
             _end(
                 *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
-                *(factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, M + zero, width, limit + zero),
+                *(factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, M + zero, width, limit + zero),
                 *(GATED, REGROUP, OWN, WARPS),
             )
 

@@ -147,6 +147,7 @@ def argmax(
     norm: tuple[Tensor, float] | None = None,
     work: Any,
     out: Tensor,
+    ids: Tensor | None = None,
 ) -> None:
     """Computes the argmax of each logits row: the id of the largest logit, the lowest id if several are equal.
 
@@ -158,19 +159,31 @@ def argmax(
         norm: weight [K] and epsilon of an RMSNorm of x, see `rms_norm`. None: x is not normed.
         work: scratch memory from `Ops.workspace`. Torch needs none.
         out: output. If it is int64 [R], ids are written; if uint64 [R], keys of the largest logits (`keys_of`).
+        ids: int64 [V], the id of each logit. Ids below `limit` are different. None: a logit's id is its place.
     """
-    pick(linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32), limit, out)
+    pick(linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32), limit, out, ids)
 
 
-def pick(logits: Tensor, limit: int, out: Tensor) -> None:
-    """Writes the argmax of logits rows [R, V] to `out`. For `limit` and `out` see `argmax`."""
+def pick(logits: Tensor, limit: int, out: Tensor, ids: Tensor | None = None) -> None:
+    """Writes the argmax of logits rows [R, V] to `out`. For `limit`, `out` and `ids` see `argmax`."""
     if out.dtype == torch.uint64:
-        out.view(torch.int64).copy_(keys_of(logits, limit))
+        out.view(torch.int64).copy_(keys_of(logits, limit, ids))
     else:
-        out.copy_(logits[..., :limit].argmax(dim=-1))
+        out.copy_(logits[..., :limit].argmax(dim=-1) if ids is None else _largest(logits, limit, ids)[1])
 
 
-def keys_of(logits: Tensor, limit: int) -> Tensor:
+def _largest(logits: Tensor, limit: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the largest logit of each row whose id is below `limit`, and its id; of equal logits the lowest id.
+
+    ids: int64 [V], the id of each logit.
+    """
+    counted = ids < limit
+    value = torch.where(counted, logits, -torch.inf).amax(dim=-1, keepdim=True)
+    largest = counted & ((logits == value) | (logits.isnan() & value.isnan()))
+    return value[..., 0], torch.where(largest, ids, _LAST_ID).amin(dim=-1)
+
+
+def keys_of(logits: Tensor, limit: int, ids: Tensor | None = None) -> Tensor:
     """Returns a key for each row, int64 [R]: one integer that contains the row's largest logit and its id.
 
     If a vocabulary is divided between ranks, the largest key of all ranks has the id of the largest logit.
@@ -181,15 +194,20 @@ def keys_of(logits: Tensor, limit: int) -> Tensor:
     Args:
         logits: fp32 [R, W], the logits of one rank's W ids.
         limit: number of ids that count. Below 1 every key is 0.
+        ids: see `argmax`.
     """
     if limit < 1:
         return torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-    ids = logits[:, :limit].argmax(dim=-1)
-    value = logits.gather(1, ids[:, None])[:, 0] + 0.0  # -0.0 is equal to 0.0
+    if ids is None:
+        found = logits[:, :limit].argmax(dim=-1)
+        value = logits.gather(1, found[:, None])[:, 0]
+    else:
+        value, found = _largest(logits, limit, ids)
+    value = value + 0.0  # -0.0 is equal to 0.0
     bits = value.view(torch.int32).to(torch.int64)
     order = torch.where(bits < 0, ~bits, bits + 2**31) & 0xFFFFFFFF
     order = torch.where(value.isnan(), 0xFFFFFFFF, order)
-    return (order << 31) | (_LAST_ID - ids)
+    return (order << 31) | (_LAST_ID - found)
 
 
 class PartKeys(NamedTuple):

@@ -44,6 +44,7 @@ def feed_rows(
     vocab: int,
     draft_counts: Tensor | None = None,
     num_drafts: int = 0,
+    id_map: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Builds the input of a forward pass: tokens lengths + first .. lengths + first + queries - 1 of every row.
 
@@ -60,6 +61,8 @@ def feed_rows(
             that the model may make: at most num_drafts, and each only if all positions before it are below limit. Rows
             without draft tokens store no K and V.
         num_drafts: largest number of draft tokens of a row. Read only with `draft_counts`.
+        id_map: int64 [vocab], for each id the one that is fed instead, such as the draft's. None: ids are fed as they
+            are.
 
     Returns:
         Ids int64 [B, Q], positions int64 [B, Q] >= 0, and bool [B, Q], True for tokens whose K and V are stored.
@@ -73,7 +76,8 @@ def feed_rows(
     if draft_counts is not None:
         draft_counts.copy_((limit + 1 - lengths).clamp(0, num_drafts))
         write_mask = write_mask & (draft_counts > 0)[:, None]
-    return torch.where((ids >= 0) & (ids < vocab), ids, 0), positions.clamp_min(0), write_mask
+    ids = torch.where((ids >= 0) & (ids < vocab), ids, 0)
+    return ids if id_map is None else id_map[ids], positions.clamp_min(0), write_mask
 
 
 def embed(weight: Weight, ids: Tensor) -> Tensor:

@@ -58,6 +58,7 @@ class Lender(Protocol):
         *,
         norm: tuple[Tensor, float] | None = None,
         work: Any = None,
+        ids: Tensor | None = None,
     ) -> None:
         """Writes the id of the largest logit below `limit` for each row of x [R, hidden] to `out`, int64 [R].
 
@@ -66,6 +67,7 @@ class Lender(Protocol):
             limit: ids from here on are not considered.
             out: int64 [R], receives the ids.
             work: scratch memory from `Ops.workspace`. None for a `HostedModel`.
+            ids: see `CausalModel.argmax`.
         """
 
 
@@ -385,9 +387,9 @@ class Mtp(HeadDecoder):
         """Returns the logits of hidden states. Leaves out the final norm, which `drafted` has already applied."""
         return self.head_logits(hidden, tiling)
 
-    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None) -> None:
         """Writes the argmax of the logits to `out`. Leaves out the final norm, which `drafted` has already applied."""
-        self.head_argmax(hidden, limit, tiling, out, work=self._work)
+        self.head_argmax(hidden, limit, tiling, out, work=self._work, ids=ids)
 
 
 def _mtp_part(weights: HeadWeights, index: int) -> MtpPart:
@@ -568,6 +570,14 @@ class DFlash2(DFlash):
         self._before = _there(weights.matrix(dflash2_spec.BEFORE))
         self._after = _there(weights.matrix(dflash2_spec.AFTER))
         self._projection = _there(weights.matrix(dflash2_spec.PROJECTION))
+        groups = self.spec.hidden_size // spec.group
+        self._base_kernels = {
+            (index, which): _there(weights.vector(f"layers.{index}.{which}.base_kernel"))
+            .float()
+            .view(2, spec.taps, groups, spec.group)
+            for index in range(self.spec.num_layers)
+            for which in ("attention_conv", "mlp_conv")
+        }
 
     @property
     def candidates(self) -> int:
@@ -637,12 +647,11 @@ class DFlash2(DFlash):
             h: [B, Q, hidden].
             kernel: [B, Q, 2, taps, groups], from `_convolved`.
         """
-        base = _there(self._own.vector(f"layers.{index}.{which}.base_kernel"))[side].float()
-        found, wide = torch.zeros_like(h, dtype=torch.float32), h.float()
-        for tap in range(min(self._sizes.taps, h.shape[1])):
-            factors = base[tap] + kernel[:, tap:, side, tap].float().repeat_interleave(self._sizes.group, -1)
-            found[:, tap:] += factors * wide[:, : h.shape[1] - tap]
-        return found.to(h.dtype)
+        factors = self._base_kernels[index, which][side] + kernel[:, :, side, :, :, None]
+        padded = torch.nn.functional.pad(h, (0, 0, self._sizes.taps - 1, 0))
+        windows = padded.unfold(1, self._sizes.taps, 1).flip(-1).movedim(-1, 2)  # tap t is the token t places before
+        found: Tensor = (factors * windows.unflatten(-1, (-1, self._sizes.group))).sum(2)
+        return found.flatten(2).to(h.dtype)
 
 
 def _there(found: _T | None) -> _T:

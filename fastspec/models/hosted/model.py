@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastspec.distributed.exchange import Alone, Exchange
+from fastspec.kernels import reference
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
@@ -147,12 +148,13 @@ class HostedModel:
         *,
         norm: tuple[Tensor, float] | None = None,
         work: object = None,
+        ids: Tensor | None = None,
     ) -> None:
         """Writes to `out` [R] the token id with the largest logit, for each row of x [R, hidden]; see `head_logits`.
 
-        Only ids below `limit` count. `work` is not used.
+        Only ids below `limit` count. For `ids` see `CausalModel.argmax`. `work` is not used.
         """
-        out.copy_(self.head_logits(x, tiling, norm=norm)[..., :limit].argmax(dim=-1))
+        reference.pick(self.head_logits(x, tiling, norm=norm), limit, out, ids)
 
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         """Returns fp32 logits [..., V] for hidden states [..., hidden], computed by the module's own LM head."""
@@ -161,12 +163,12 @@ class HostedModel:
             logits: Tensor = self.module(inputs_embeds=given, use_cache=False).logits
         return logits.float().view(*hidden.shape[:-1], -1)
 
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
         """Writes to `out` [R] the token id with the largest logit, for each row of `hidden` [R, hidden].
 
-        Only ids below `limit` count. Of equal logits the lowest id is taken.
+        Only ids below `limit` count. Of equal logits the lowest id is taken. For `ids` see `CausalModel.argmax`.
         """
-        out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
+        reference.pick(self.logits(hidden, tiling), limit, out, ids)
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, options: dict[str, Any]

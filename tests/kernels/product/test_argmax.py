@@ -40,6 +40,57 @@ def test_is_the_largest_of_the_logits(epilogue: str, device: str) -> None:
                 assert not scratch.any()
 
 
+def lowest_of_the_largest(logits: torch.Tensor, ids: torch.Tensor, limit: int) -> list[int]:
+    """The definition for one row and id after another."""
+    counted = [(index, token) for index, token in enumerate(ids.tolist()) if token < limit]
+    best = [max(float(row[index]) for index, _ in counted) for row in logits]
+    return [
+        min(token for index, token in counted if float(row[index]) == top)
+        for row, top in zip(logits, best, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("device", devices())
+def test_logits_have_the_ids_of_another_vocabulary(device: str) -> None:
+    """As a draft with another tokenizer has: some ids have no counterpart, and the order is another one."""
+    vocab, k = 304, 384
+    draw = torch.Generator().manual_seed(3)
+    ids = torch.randperm(2 * vocab, generator=draw)[:vocab].to(device)
+    ids[torch.randperm(vocab, generator=draw)[:60]] = 10**6  # without a counterpart, the largest logits among them
+    with modules(device) as packed:
+        scratch = room(70, device)
+        for rows in (1, 5, 40, 70):
+            x, weight, arguments = case(rows, vocab, k, torch.bfloat16, device, "norm")
+            logits = packed.dispatch.packed_linear(x, weight, **arguments, out_dtype=torch.float32, pdl=PDL[device])
+            for limit in (200, 2 * vocab):
+                expected = lowest_of_the_largest(logits, ids, limit)
+                given: dict[str, Any] = {**arguments, "pdl": PDL[device], "ids": ids}
+                assert packed.dispatch.packed_argmax(x, weight, limit, scratch, **given).tolist() == expected
+                own = torch.empty(rows, dtype=torch.int64, device=device)
+                reference.pick(logits, limit, own, ids)
+                assert own.tolist() == expected
+                keys = torch.zeros(rows, dtype=torch.uint64, device=device)
+                packed.dispatch.packed_argmax(x, weight, limit, scratch, **given, out=keys)
+                assert torch.equal(keys.view(torch.int64), reference.keys_of(logits, limit, ids))
+                assert not scratch.any()
+        with pytest.raises(ValueError, match="ids has shape"):
+            packed.dispatch.packed_argmax(x, weight, vocab, scratch, **{**given, "ids": ids[1:]})
+
+
+def test_of_equal_logits_the_lowest_mapped_id_is_taken_and_nan_is_the_largest() -> None:
+    ids = torch.tensor([9, 4, 7, 50])
+    rows = torch.tensor([[1.0, 1.0, 0.0, 5.0], [0.0, NAN, NAN, 9.0], [-torch.inf] * 4, [-0.0, 0.0, -1.0, NAN]])
+    out = torch.empty(4, dtype=torch.int64)
+    reference.pick(rows, 50, out, ids)
+    assert out.tolist() == [4, 4, 4, 4]
+    x, head = rigged({0: 1.0, 1: 1.0, 2: 0.0}, "cpu")
+    of_head = torch.full((160,), 50)
+    of_head[:4] = ids
+    with modules("cpu") as packed:
+        picked = packed.dispatch.packed_argmax(x, head, 50, room(3, "cpu"), pdl=True, ids=of_head)
+    assert picked.tolist() == [4] * 3
+
+
 def test_the_ring_picks_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than 16 rows, of heads with many ids and with few; programs with fewer weight rows than fit."""
     with modules("cpu") as packed:
