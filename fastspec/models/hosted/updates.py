@@ -97,7 +97,7 @@ class HostedUpdate:
 
 
 class _Refiller(Filler):
-    """Writes new values over those of a model in use, one module at a time."""
+    """Overwrites the weights of a model in use with new values, one module at a time."""
 
     @override
     def fill(self) -> None:
