@@ -312,92 +312,15 @@ def shares_kernel(
     fence_async_shared()
 
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)
-    # the two lists after the functions: warps of the second function, and registers of each of its threads fmt: off
+    consumed = (
+        qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scoring,
+        SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
+    )  # fmt: skip
+    column = kv_head * D
+    # the two lists after the functions: warps of the second function, and registers of each of its threads
     if NARROW:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (
-                        qs,
-                        pipeline,
-                        share,
-                        tokens,
-                        row_cache,
-                        out_ptr,
-                        partial_ptr,
-                        num_queries,
-                        num_pairs,
-                        splits,
-                        scoring,
-                        SPLIT_SIZES,
-                        LATE_FROM,
-                        WINDOW,
-                        KV_HEADS,
-                        GROUP,
-                        PAGE_SIZE,
-                        PDL,
-                    ),
-                ),
-                (
-                    load_and_widen,
-                    (
-                        key_desc,
-                        value_desc,
-                        loaded,
-                        pipeline,
-                        row_cache,
-                        kv_head * D,
-                        share,
-                        SPLIT_SIZES,
-                        PAGE_SIZE,
-                    ),
-                ),
-            ],
-            [WIDENING_WARPS],
-            [56],
-        )
+        widened = (key_desc, value_desc, loaded, pipeline, row_cache, column, share, SPLIT_SIZES, PAGE_SIZE)
+        gl.warp_specialize([(_consumer, consumed), (load_and_widen, widened)], [WIDENING_WARPS], [56])
     else:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (
-                        qs,
-                        pipeline,
-                        share,
-                        tokens,
-                        row_cache,
-                        out_ptr,
-                        partial_ptr,
-                        num_queries,
-                        num_pairs,
-                        splits,
-                        scoring,
-                        SPLIT_SIZES,
-                        LATE_FROM,
-                        WINDOW,
-                        KV_HEADS,
-                        GROUP,
-                        PAGE_SIZE,
-                        PDL,
-                    ),
-                ),
-                (
-                    load_tiles,
-                    (
-                        key_desc,
-                        value_desc,
-                        loaded,
-                        row_cache,
-                        kv_head * D,
-                        share,
-                        SPLIT_SIZES,
-                        PAGE_SIZE,
-                    ),
-                ),
-            ],
-            [1],
-            [40],
-        )
-    # fmt: on
+        copied = (key_desc, value_desc, loaded, row_cache, column, share, SPLIT_SIZES, PAGE_SIZE)
+        gl.warp_specialize([(_consumer, consumed), (load_tiles, copied)], [1], [40])
