@@ -264,7 +264,8 @@ class LayerPlan:
     def fused_tail(self) -> bool:
         """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are as in Llama."""
         whole = self.attends and self.state is None and self.feeds and not self.head_gate and self.latent is None
-        return whole and self._ends_in_mlp and self._plain and self.fused_norm and self.fused_gate and self.experts is None
+        plain = self._plain and self._ends_in_mlp and self.experts is None
+        return whole and plain and self.fused_norm and self.fused_gate
 
     @property
     def mixes(self) -> bool:
