@@ -40,8 +40,8 @@ from fastspec.errors import InvalidLogits, UnsupportedOption
 from fastspec.grammar.library import Grammars
 from fastspec.graphs.addresses import code_layouts
 from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one_prompt, read_call
-from fastspec.inputs.scored import ScoreInputs, ScoreMode, ScoreOptions, read_scored
-from fastspec.inputs.table import GenerateOptions
+from fastspec.inputs.scored import ScoreInputs, ScoreMode, read_scored
+from fastspec.inputs.table import GenerateOptions, ScoreOptions
 from fastspec.inputs.values import id_sequences
 from fastspec.models.checkpoints.resolve import load_tokenizer
 from fastspec.models.checkpoints.updates import NewWeights

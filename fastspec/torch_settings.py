@@ -15,9 +15,9 @@ from torch.overrides import _get_current_function_mode_stack
 def shielded(device: torch.device | None = None, threads: int | None = None) -> Iterator[None]:
     """Context with the torch settings that this package needs. Restores the caller's settings at its end.
 
-    It resets the default device and autocast. On CUDA it also turns deterministic algorithms off, with which torch
-    raises an error for cuBLAS matrix products. The default dtype is not changed, because it is global to all threads.
-    So every allocation of this package names its dtype. Gradient and inference mode are left to the callers.
+    It resets the default device and autocast. On CUDA it also turns deterministic algorithms off, because with them
+    torch raises an error for cuBLAS matrix products. The default dtype is not changed, because it is global to all
+    threads. So every allocation of this package names its dtype. Gradient and inference mode are left to the callers.
 
     Args:
         device: device of the work. None: not known yet.

@@ -17,7 +17,7 @@ DECODING: tuple[Column, ...] = (
     ("fastspec lookup, auto", "lookup, auto"), ("fastspec draft, k = 4", "draft, k = 4"), ("commit", "commit"),
 )  # fmt: skip
 DRAFTERS: tuple[Column, ...] = (
-    ("workload", "model and tasks"), ("drafter", "drafter"), ("k", "k"),
+    ("workload", "model and tasks"), ("kinds", "kinds of tasks"), ("drafter", "drafter"), ("k", "k"),
     ("tokens_per_step", "tokens/step"), ("tokens_per_step_95", "95% interval"), ("acceptance", "acceptance"),
     ("text_equal", "texts equal"), ("commit", "commit"),
 )  # fmt: skip
@@ -51,18 +51,25 @@ def by_workload(rows: Sequence[Row]) -> list[Row]:
     return list(lines.values())
 
 
+def of_drafters(rows: Sequence[Row]) -> list[Row]:
+    """The newest greedy row over all tasks for each model, kinds of tasks, drafter and k."""
+    greedy = [row for row in rows if row.get("bench") == "tasks" and row["temperature"] == 0]
+    kinds: dict[tuple[str, str], dict[str, None]] = {}
+    for row in greedy:
+        if row["kind"] != "all":
+            kinds.setdefault((row["workload"], row["commit"]), {})[row["kind"]] = None
+    whole = [
+        row | {"model": row["workload"].partition(",")[0], "kinds": ", ".join(sorted(kinds[run]))}
+        for row in greedy
+        if row["kind"] == "all" and row["drafter"] != "plain" and (run := (row["workload"], row["commit"])) in kinds
+    ]
+    return newest(whole, "tasks", "model", "kinds", "drafter", "k")
+
+
 def parts(rows: Sequence[Row]) -> list[Part]:
     """Headings, rows and columns of the tables."""
-    tasks = [
-        row
-        for row in rows
-        if row.get("bench") == "tasks"
-        and row["kind"] == "all"
-        and row["temperature"] == 0
-        and row["drafter"] != "plain"
-    ]
     return [
         ("Decoding on a CPU, in multiples of transformers", by_workload(rows), DECODING),
-        ("Drafters on tasks, greedy, on a CPU", newest(tasks, "tasks", "workload", "drafter", "k"), DRAFTERS),
+        ("Drafters on tasks, greedy, on a CPU", of_drafters(rows), DRAFTERS),
         ("Perplexity by format", newest(rows, "perplexity", "workload", "format"), PERPLEXITY),
     ]

@@ -51,7 +51,7 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Returns one process without `tensor_parallel`."""
+        """Returns the ranks of a generator without `tensor_parallel`: this process alone."""
         return cls(World.alone())
 
     @classmethod

@@ -76,7 +76,10 @@ class Turns:
         return found
 
     def _read(self) -> None:
-        """Reads requested texts in a thread, because the store of a stopped process never answers."""
+        """Reads the turns whose numbers are in `_wanted`, in a thread of its own.
+
+        A read never returns if the process with the store has stopped. Only this thread then waits for it.
+        """
         while (number := self._wanted.get()) is not None:
             try:
                 self._found.put(self._read_one(f"turn/{number}"))

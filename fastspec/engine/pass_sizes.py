@@ -1,4 +1,4 @@
-"""Sizes of prefill passes: how many tokens a pass feeds, and how many prompts share one."""
+"""Sizes of prefill passes: numbers of tokens in a pass, and numbers of prompts that share a pass."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PassSizes:
     Attributes:
         batch: number of batch slots: sequences that decode at once.
         exact: True if the bits of a sequence's results do not depend on other sequences in the batch.
-        chunks: numbers of tokens that a pass over one prompt may feed, ascending.
+        chunks: numbers of tokens that a pass over one prompt may have, ascending.
         same_bits: those of `chunks` with which the KV cache gets the same bits, ascending. None: only the largest.
         draft_chunks: those of `chunks` with which a draft model's KV cache gets the same bits. None: see `same_bits`.
         batch_tokens: number of tokens of the largest pass over several prompts. 0: every prompt has its own passes.
@@ -78,11 +78,11 @@ class PassSizes:
     def shares(self, chunks: Sequence[int], tokens: int, *, draft: bool = False) -> bool:
         """True if tokens of a prompt may be part of a pass over several prompts.
 
-        With `exact` they must get the same bits as in passes over this prompt alone.
+        With `exact` the tokens must get the same bits as in passes over this prompt alone.
 
         Args:
-            chunks: sizes of the passes that would feed these tokens alone.
-            tokens: number of the tokens.
+            chunks: sizes of the passes that these tokens would need without other prompts.
+            tokens: number of these tokens.
             draft: True for passes of the draft model.
         """
         if not 0 < self.blocks_of(tokens) < self.most_blocks:

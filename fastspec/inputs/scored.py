@@ -5,44 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from fastspec.errors import UnsupportedOption
 from fastspec.inputs.options import Options, checked_mode, resolve, top_logprobs
 from fastspec.inputs.prompts import RawPrompts, read
 from fastspec.inputs.row_options import RowOptions
-from fastspec.inputs.table import PROCESSED, RAW, Biases, Numbers, Wholes
+from fastspec.inputs.table import PROCESSED, RAW, ScoreOptions
 from fastspec.inputs.values import column, whole
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import Tensor
     from transformers import GenerationConfig
 
 T = TypeVar("T")
 _NEUTRAL: Final = RowOptions(0.0, 0, 1.0, 0.0, 0)
 _CALLER = 4  # stack levels from `RawPrompts.prompts` to the user's line
-
-
-class ScoreOptions(TypedDict, total=False):
-    """Types of the sampling options of `score`. Each has the same meaning as for `generate`."""
-
-    do_sample: bool | None
-    temperature: Numbers
-    top_k: Wholes
-    top_p: Numbers
-    min_p: Numbers
-    repetition_penalty: Numbers
-    presence_penalty: Numbers
-    frequency_penalty: Numbers
-    logit_bias: Biases
-    sequence_bias: Any
-    bad_words_ids: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]] | None] | None
-    suppress_tokens: Sequence[int] | Sequence[Sequence[int] | None] | None
-    allowed_token_ids: Sequence[int] | Sequence[Sequence[int] | None] | None
-    min_new_tokens: Wholes
-    eos_token_id: int | Sequence[int] | Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,28 +33,14 @@ Schema: TypeAlias = "str | Mapping[str, Any] | type[Any] | None"  # a schema as 
 Biases: TypeAlias = "Mapping[int, float] | Sequence[Mapping[int, float] | None] | None"
 
 
-class GenerateOptions(TypedDict, total=False):
-    """Types of the keywords of `generate`, for `Unpack`.
+class ScoreOptions(TypedDict, total=False):
+    """Types of the keywords of `generate` that `score` has, too. They change the distribution of tokens."""
 
-    `return_dict_in_generate` is left out, because it determines the type of the result.
-    """
-
-    inputs: Any
-    max_new_tokens: int | None
-    max_length: int | None
-    min_new_tokens: Wholes
-    min_length: int | None
-    eos_token_id: int | Sequence[int] | Tensor | None
-    stop_strings: str | Sequence[str] | None
-    stop_across_prompt: bool | None
-    pad_token_id: int | None
     do_sample: bool | None
     temperature: Numbers
     top_k: Wholes
     top_p: Numbers
     min_p: Numbers
-    seed: Wholes
-    num_return_sequences: int | None
     repetition_penalty: Numbers
     presence_penalty: Numbers
     frequency_penalty: Numbers
@@ -63,6 +49,25 @@ class GenerateOptions(TypedDict, total=False):
     bad_words_ids: Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]] | None] | None
     suppress_tokens: Sequence[int] | Sequence[Sequence[int] | None] | None
     allowed_token_ids: Sequence[int] | Sequence[Sequence[int] | None] | None
+    min_new_tokens: Wholes
+    eos_token_id: int | Sequence[int] | Tensor | None
+
+
+class GenerateOptions(ScoreOptions, total=False):
+    """Types of the keywords of `generate`, for `Unpack`.
+
+    `return_dict_in_generate` is left out, because it determines the type of the result.
+    """
+
+    inputs: Any
+    max_new_tokens: int | None
+    max_length: int | None
+    min_length: int | None
+    stop_strings: str | Sequence[str] | None
+    stop_across_prompt: bool | None
+    pad_token_id: int | None
+    seed: Wholes
+    num_return_sequences: int | None
     json_schema: Schema | Sequence[Schema]
     regex: Texts
     grammar: Texts

@@ -205,7 +205,7 @@ class Assistant(Decoder):
 
 
 def places_of(rows: ForwardBatch) -> Places:
-    """Returns the inputs of a step's draft passes, made from `rows`: a batch with each row's last token, [B, 1]."""
+    """Returns the inputs of a step's draft passes. `rows` has the last token of each row, [B, 1]."""
     nothing = torch.zeros_like(rows.write_mask)
     before = (rows.positions - 1).clamp_min(0)
     return Places(replace(rows, write_mask=nothing), replace(rows, positions=before, write_mask=nothing))

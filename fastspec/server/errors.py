@@ -17,7 +17,7 @@ class Refusal(Exception):
     """Error that refuses a request. It has the status and the body of the HTTP answer.
 
     Args:
-        message: text for the client. It has the value that was sent, the allowed values, and the next step.
+        message: text for the client. It names the value that was sent, the allowed values, and the next step.
         field: name of the faulty field of the request's body. None: the error is not about a field.
         status: HTTP status.
         kind: value of `type` in the body, such as "server_error".
@@ -81,7 +81,7 @@ def sleeping() -> Refusal:
 
 
 def going_down() -> Refusal:
-    """Makes the refusal of a request whose answer is cut off because the server shuts down."""
+    """Makes the error for a request whose answer is cut off, because the server shuts down."""
     return Refusal("the server ends; ask again when it is back", status=503, kind="server_error", code="shutting_down")
 
 

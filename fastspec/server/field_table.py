@@ -378,21 +378,23 @@ RESPONSE_TAKEN: Final[Mapping[str, RequestField]] = {
 }
 
 
-def without_neutral(
-    body: Mapping[str, object], served: Mapping[str, object], rows: Mapping[str, RequestField]
-) -> dict[str, object]:
-    """Returns the fields of a request without the refused fields whose values have no effect.
+def without_neutral(body: object, served: Mapping[str, object], rows: Mapping[str, RequestField]) -> object:
+    """Returns a request's fields without those that are null, and without refused ones whose values have no effect.
 
     Args:
-        body: fields of the request, by name.
+        body: fields of the request, by name. Anything but a dict is returned unchanged, for pydantic to refuse.
         served: fields that the class of the body defines, by name. They are always kept.
         rows: rows of the table by field name.
 
     Raises:
         Refusal: a refused field has another value. The message has the reason and the next step.
     """
+    if not isinstance(body, dict):
+        return body
     kept = {}
     for name, value in body.items():
+        if value is None:
+            continue
         row = rows.get(name)
         if name in served or row is None or row.treatment is not Treatment.REFUSED:
             kept[name] = value

@@ -254,10 +254,7 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        given = {name: value for name, value in body.items() if value is not None}
-        return without_neutral(given, cls.model_fields, ROW_OF)
+        return without_neutral(body, cls.model_fields, ROW_OF)
 
     @model_validator(mode="after")
     def _prompts_are_scored_whole(self) -> Body:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perf import __main__ as cli
-from perf import gate, plots, records, report
+from perf import gate, on_cpu, plots, records, report
 from perf.cases import tokens_per_step
 from perf.records import Row
 from perf.report import BEGIN, END
@@ -213,6 +213,24 @@ def test_rows_of_one_run_of_formats_are_drawn() -> None:
     ]
     assert report.newest_of_pairs(rows) == rows[1:2]
     assert report.newest_of_pairs([]) == []
+
+
+def test_a_later_run_over_the_same_kinds_of_tasks_takes_the_place_of_an_earlier_one() -> None:
+    def run(tasks: int, commit: str, kinds: tuple[str, ...], drafter: str, temperature: float = 0) -> list[Row]:
+        base = {"bench": "tasks", "workload": f"M, {tasks} tasks, batch 1", "commit": commit}
+        names = [("plain", 0), (drafter, 4)]
+        each: list[Row] = [{"drafter": name, "k": k, "temperature": temperature} for name, k in names]
+        return [{**base, **row, "kind": kind} for row in each for kind in ("all", *kinds)]
+
+    rows = [
+        *run(2, "a", ("chat", "copy"), "lookup"),
+        *run(8, "b", ("chat", "copy"), "lookup"),
+        *run(8, "c", ("chat", "copy"), "lookup", 0.8),
+        *run(5, "d", ("quote",), "lookup"),
+        *run(8, "e", ("chat", "copy"), "suffix"),
+    ]
+    shown = [(row["commit"], row["kinds"], row["drafter"]) for row in on_cpu.of_drafters(rows)]
+    assert shown == [("b", "chat, copy", "lookup"), ("d", "quote", "lookup"), ("e", "chat, copy", "suffix")]
 
 
 def test_a_cell_that_there_was_no_time_for_is_shown_until_it_is_measured() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -107,41 +108,30 @@ def plain_texts(target: Path) -> list[list[int]]:
     return texts(run(engine_with(target, None), GIVEN, CAPS, k=0))  # type: ignore[arg-type]
 
 
-def turned_one_before(drafts: AssistantDrafts, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = drafts._places
+def shifted(change: Callable[[Any, Any, Any], tuple[Any, Any]]) -> Callable[..., None]:
+    """A planted fault: `change` gets the places and ids of a step, and the decode state, and returns others."""
 
-    def shifted(state: Any, shape: Any) -> Any:
-        places, ids = original(state, shape)
-        return places._replace(turned=places.seen), ids
+    def plant(drafts: AssistantDrafts, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = drafts._places
+        monkeypatch.setattr(drafts, "_places", lambda state, shape: change(*original(state, shape), state))
 
-    monkeypatch.setattr(drafts, "_places", shifted)
-
-
-def one_key_more(drafts: AssistantDrafts, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = drafts._places
-
-    def shifted(state: Any, shape: Any) -> Any:
-        places, ids = original(state, shape)
-        return places._replace(seen=places.turned), ids
-
-    monkeypatch.setattr(drafts, "_places", shifted)
+    return plant
 
 
-def token_before(drafts: AssistantDrafts, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = drafts._places
-
-    def shifted(state: Any, shape: Any) -> Any:
-        places, _ = original(state, shape)
-        return places, state.tokens.gather(1, places.seen.positions)
-
-    monkeypatch.setattr(drafts, "_places", shifted)
+PLANTS = {
+    "turned one before": shifted(lambda places, ids, state: (places._replace(turned=places.seen), ids)),
+    "one key more": shifted(lambda places, ids, state: (places._replace(seen=places.turned), ids)),
+    "token before": shifted(
+        lambda places, ids, state: (places, state.tokens.gather(1, places.seen.positions)),
+    ),
+}
 
 
 def keys_of_another_layer(drafts: AssistantDrafts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts.model, "_places", [0, 0, drafts.model._places[2]])
 
 
-@pytest.mark.parametrize("plant", [turned_one_before, one_key_more, token_before, keys_of_another_layer])
+@pytest.mark.parametrize("plant", [*PLANTS.values(), keys_of_another_layer], ids=[*PLANTS, "keys of another layer"])
 def test_a_planted_fault_is_seen_in_drafts_and_never_in_the_text(
     plant: Any, pair: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:

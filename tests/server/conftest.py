@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
 import pytest
 
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
+from fastspec.server.errors import too_late
 from fastspec.server.run import Server, listening
 from fastspec.server.service import Limits, Service
 from fastspec.text.answers.choose import AUTO
@@ -41,6 +43,18 @@ class Running:
     @property
     def port(self) -> int:
         return int(self.root.rsplit(":", 1)[1])
+
+
+def stop_answers(server: Running) -> None:
+    """From now on every answer of the server is stopped at its begin, as if it took too long."""
+    start = server.service.start
+
+    async def hurried(*given: Any) -> Any:
+        job = await start(*given)
+        job.stop(too_late(1))
+        return job
+
+    server.service.start = hurried  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -13,11 +13,10 @@ import pytest
 
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
-from fastspec.server.errors import too_late
 from fastspec.server.service import Limits
 from tests.helpers.limits import HANGS
 from tests.helpers.services import opened, small_pair
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, running, stop_answers
 
 TEXT: dict[str, Any] = {"model": "small", "prompt": "the", "max_tokens": 4}
 CHAT: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
@@ -224,14 +223,7 @@ def test_an_answer_that_takes_too_long_is_stopped(gen: FastSpecGenerator) -> Non
         server.service.limits = Limits(seconds=60)  # for the body; what the answer has is asked anew
         assert post(server, TEXT)[0] == 200
     with running(gen) as server:
-        start = server.service.start
-
-        async def hurried(body: Any, api_key: str | None = None) -> Any:
-            job = await start(body, api_key)
-            job.stop(too_late(1))
-            return job
-
-        server.service.start = hurried  # type: ignore[method-assign]
+        stop_answers(server)
         status, answer = post(server, {**TEXT, "max_tokens": 300})
         assert (status, answer["error"]["type"]) == (504, "timeout")
         assert "--limit seconds=TIME" in answer["error"]["message"]

@@ -12,14 +12,12 @@ from torch import Tensor
 from fastspec.proposers.draft_model import VocabMap
 from fastspec.sampling import verify
 from fastspec.shapes import FULL
-from fastspec.state import AT_LIMIT, RUNNING, STOPPED
+from fastspec.state import AT_LIMIT, STOPPED
 from fastspec.step import step
+from tests.helpers.step_laws import PROMPT, Context, Laws, law_of_steps
 from tests.helpers.tables import ScriptedDraws, all_outcomes, random_table, shape_of, table_modules, table_state
 
 VOCAB = 4
-PROMPT = (1, 2)
-Context = tuple[int, ...]
-Laws = dict[tuple[Context, int], float]  # (tokens, finish) -> probability
 # sums of some thousand float64 products, each a few ulp (2.2e-16) off, of total weight one
 TOLERANCE = 1e-12
 
@@ -58,19 +56,7 @@ def step_outcomes(contexts: list[Context], target: Tensor, draft: Tensor | None,
 
 def decoded_law(target: Tensor, draft: Tensor | None, **options: object) -> Laws:
     """Law of finished rows, step after step."""
-    alive: dict[Context, float] = {PROMPT: 1.0}
-    finished: Laws = {}
-    while alive:
-        length = min(map(len, alive))
-        group = [context for context in alive if len(context) == length]
-        for context, law in zip(group, step_outcomes(group, target, draft, **options), strict=True):
-            mass = alive.pop(context)
-            for (tokens, finish), weight in law.items():
-                if finish == RUNNING:
-                    alive[tokens] = alive.get(tokens, 0.0) + mass * weight
-                else:
-                    finished[tokens, finish] = finished.get((tokens, finish), 0.0) + mass * weight
-    return finished
+    return law_of_steps(lambda group: step_outcomes(group, target, draft, **options))
 
 
 def target_law(

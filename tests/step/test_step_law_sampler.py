@@ -16,15 +16,13 @@ from torch import Tensor
 from fastspec.sampling import processors
 from fastspec.sampling.rules import BLOCK, REJECTION
 from fastspec.shapes import FULL, StepShape
-from fastspec.state import AT_LIMIT, RUNNING, STOPPED, DecodeState
+from fastspec.state import AT_LIMIT, STOPPED, DecodeState
 from fastspec.step import step
+from tests.helpers.step_laws import PROMPT, Context, Laws, law_of_steps
 from tests.helpers.tables import WHOLE, ScriptedDraws, all_outcomes, random_table, table_modules, table_state
 from tests.step.test_step_law_rules import BlockDraws
 
 VOCAB = 4
-PROMPT = (1, 2)
-Context = tuple[int, ...]
-Laws = dict[tuple[Context, int], float]  # (tokens, finish) -> probability
 # sums of some thousand float64 products, each a few ulp (2.2e-16) off, of total weight one
 TOLERANCE = 1e-12
 
@@ -94,19 +92,7 @@ def outcomes(contexts: list[Context], target: Tensor, draft: Tensor, k: int, ask
 
 def decoded_law(target: Tensor, draft: Tensor, k: int, asked: Asked, mode: str) -> Laws:
     """Law of finished rows, step after step."""
-    alive: dict[Context, float] = {PROMPT: 1.0}
-    finished: Laws = {}
-    while alive:
-        length = min(map(len, alive))
-        group = [context for context in alive if len(context) == length]
-        for context, law in zip(group, outcomes(group, target, draft, k, asked, mode), strict=True):
-            mass = alive.pop(context)
-            for (tokens, finish), weight in law.items():
-                if finish == RUNNING:
-                    alive[tokens] = alive.get(tokens, 0.0) + mass * weight
-                else:
-                    finished[tokens, finish] = finished.get((tokens, finish), 0.0) + mass * weight
-    return finished
+    return law_of_steps(lambda group: outcomes(group, target, draft, k, asked, mode))
 
 
 def next_law(logits: list[float], context: Context, asked: Asked) -> list[float]:

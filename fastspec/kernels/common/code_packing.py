@@ -279,17 +279,17 @@ def can_pack_codes(shape: tuple[int, int], kind: CodesKind) -> bool:
     (n, k), (rows, columns) = shape, kind.block
     fits = n > 0 and k > 0 and n % 16 == 0 and k % 128 == 0
     if not group_of(shape, kind):
-        return fits and rows == 1 and kind.format in ("fp8", "int8")
-    blocks = rows == 1 or (rows == 128 and kind.format in ("fp8", "int8"))
+        return fits and rows == 1 and BITS[kind.format] == 8
+    blocks = rows == 1 or (rows == 128 and BITS[kind.format] == 8)
     return fits and blocks and columns in GROUPS[kind.format] and k % columns == 0
 
 
 def group_of(shape: tuple[int, int], kind: CodesKind) -> int:
     """Returns the number of columns that share a scale.
 
-    The result is 0 if each row has one scale, in formats whose kernels support that (fp8 and int8).
+    The result is 0 if each row has one scale, in formats whose kernels support that (those of 8 bits).
     """
-    whole = kind.block[1] >= shape[1] and kind.block[0] == 1 and kind.format in ("fp8", "int8")
+    whole = kind.block[1] >= shape[1] and kind.block[0] == 1 and BITS[kind.format] == 8
     return 0 if whole else kind.block[1]
 
 

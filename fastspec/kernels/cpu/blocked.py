@@ -47,7 +47,7 @@ _LARGEST = 14  # exponent to which the largest value is scaled for fp16: leaves 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of rows that x may have in one library call of x W^T. Ascending.
+    """Numbers of rows that x may have in one call of a library's product x W^T, ascending.
 
     Attributes:
         few: numbers of rows with which each row has the same bits as in a product of `_BASE` rows.
@@ -66,7 +66,7 @@ class RowCounts:
         self._found: dict[tuple[Way, int, int, bool], Counts] = {}
 
     def of(self, matrix: Blocked, rows: Tensor) -> Counts:
-        """Returns the numbers of rows that x may have with `matrix`. Measures them if they are not known.
+        """Returns the `Counts` for products x W^T with `matrix` as W. Measures them if they are not known.
 
         Args:
             matrix: a filled matrix.

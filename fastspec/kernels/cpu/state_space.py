@@ -47,20 +47,37 @@ def mamba(
         fed = write_mask[row].nonzero().flatten().tolist()
         if not fed:
             continue
-        first, end = int(positions[row, fed[0]]), int(positions[row, fed[-1]]) + 1
-        slots, place = states.shape[1], int(state_rows[row])
+        first, slots = int(positions[row, fed[0]]), states.shape[1]
         # a copy: a library may add up in another order where an operand is at another address
-        state = states[place, (first - 1) % slots].clone() if first else torch.zeros_like(states[0, 0])
-        shift = first - fed[0]  # position of a token minus its index
-        for start in range(first // DELTA_CHUNK * DELTA_CHUNK, end, DELTA_CHUNK):
-            here = slice(max(start, first) - shift, min(start + DELTA_CHUNK, end) - shift)
-            outs[row, here], state = _chunk(given, row, here, here.start + shift - start, state)
-            if kept is not None and here.stop + shift == int(kept.at):
-                kept.state.copy_(state)
-        store(
-            states, state_rows[row : row + 1], positions[row, fed[-1:]] % slots, state[None], write_mask[row, fed[-1:]]
-        )
+        before = states[int(state_rows[row]), (first - 1) % slots].clone() if first else torch.zeros_like(states[0, 0])
+        state = _row(given, row, slice(fed[0], fed[-1] + 1), first, before, kept, outs[row])
+        last = fed[-1:]
+        store(states, state_rows[row : row + 1], positions[row, last] % slots, state[None], write_mask[row, last])
     return outs.flatten(2).to(product.dtype)
+
+
+def _row(
+    given: MambaInputs, row: int, tokens: slice, first: int, state: Tensor, kept: KeptState | None, out: Tensor
+) -> Tensor:
+    """Computes the tokens of one row, chunk after chunk. Returns the state after the last token.
+
+    Args:
+        given: inputs of all tokens.
+        row: index of the row.
+        tokens: range of the row's tokens that are not masked.
+        first: position of the first of them.
+        state: state before the first token.
+        kept: receives the state after position `kept.at - 1`. None: no state is kept.
+        out: output fp32 [Q, heads, head_dim], of which these tokens are written.
+    """
+    shift = first - tokens.start  # position of a token minus its index
+    end = tokens.stop + shift
+    for start in range(first // DELTA_CHUNK * DELTA_CHUNK, end, DELTA_CHUNK):
+        here = slice(max(start, first) - shift, min(start + DELTA_CHUNK, end) - shift)
+        out[here], state = _chunk(given, row, here, here.start + shift - start, state)
+        if kept is not None and here.stop + shift == int(kept.at):
+            kept.state.copy_(state)
+    return state
 
 
 def _chunk(given: MambaInputs, row: int, here: slice, before: int, state: Tensor) -> tuple[Tensor, Tensor]:

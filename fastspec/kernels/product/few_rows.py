@@ -65,11 +65,11 @@ SQUARED = gl.constexpr(4)  # K tiles of x that are loaded ahead while their squa
 @gluon.jit
 def _rows(at, of, first: gl.constexpr, inside, RAGGED: gl.constexpr, KT: gl.constexpr, UNIT: gl.constexpr,
           BLOCKS: gl.constexpr):  # fmt: skip
-    """Loads the 32-bit words of x in one K tile: a tensor for each block of rows and each unit of K (see `unit_of`).
+    """Loads the 32-bit words of x in one K tile. Returns a tensor for each block of rows and each unit of K.
 
-    With a norm, one more tensor has the words of gamma in this K tile.
+    For units see `unit_of`. With a norm, one more tensor has the words of gamma, the norm's weight.
 
-    at: address of x, and with a norm that of gamma. of: offsets for each block of rows of x, then for gamma. first:
+    at: addresses, (x,) or with a norm (x, gamma). of: offsets for each block of rows of x, then for gamma. first:
     offset of the K tile, in words. inside, RAGGED: see `k` and `ragged` of `words_at`.
     """
     rows = ()

@@ -38,7 +38,7 @@ from fastspec.kernels.recurrent.parts import (
     convs_ahead,
     decays,
     row_of,
-    span,
+    tokens_of,
     units,
 )
 from fastspec.shapes import DeltaRule
@@ -88,7 +88,7 @@ def _delta_kernel(
     key_head = head // SERVED
     key, value = tl.arange(0, KEYS), tile * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = key < KEY_DIM, value < VALUE_DIM
-    first, count = span(slots.write_mask + row * num_tokens, num_tokens)
+    first, count, start = tokens_of(slots, row, num_tokens)  # a row without tokens reads and writes nothing
     held = tl.load(slots.state_rows + row)
     inputs_ptr = slots.inputs + held * (PLACES * CHANNELS)
     product_ptr += row * num_tokens * ROWS
@@ -96,8 +96,6 @@ def _delta_kernel(
     states_ptr = slots.states + (held * SLOTS * VALUE_HEADS + head) * (VALUE_DIM * KEY_DIM)
     within = value[:, None] * KEY_DIM + key[None, :]  # offsets in the state [BLOCK, KEYS]
     whole = has_value[:, None] & has_key[None, :]
-    # if the mask has no token, nothing is read or written, so any position will do
-    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     slot = (start + SLOTS - 1) % SLOTS
     known = whole & (start > 0) & (count > 0)
     state = tl.load(states_ptr + slot * (VALUE_HEADS * VALUE_DIM * KEY_DIM) + within, mask=known, other=0.0)

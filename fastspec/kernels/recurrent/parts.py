@@ -73,6 +73,17 @@ def span(mask_ptr, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
 
 
 @triton.jit
+def tokens_of(slots, row, num_tokens, SCANNED: tl.constexpr = _OF_STEPS):
+    """Returns a row's first unmasked token, the number of its unmasked tokens, and the position of the first.
+
+    slots: `StateSlots`. If all tokens are masked, the position is 0. SCANNED: see `span`.
+    """
+    first, count = span(slots.write_mask + row * num_tokens, num_tokens, SCANNED)
+    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    return first, count, start
+
+
+@triton.jit
 def sigmoid(x):
     """Computes 1 / (1 + exp(-x))."""
     return 1.0 / (1.0 + tl.exp(-x))

@@ -41,7 +41,18 @@ from torch import Tensor
 
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.delta import decay_of, sizes_of
-from fastspec.kernels.recurrent.parts import OF_PROMPTS, StateSlots, Weights, betas, convs, decays, row_of, span, units
+from fastspec.kernels.recurrent.parts import (
+    OF_PROMPTS,
+    StateSlots,
+    Weights,
+    betas,
+    convs,
+    decays,
+    row_of,
+    span,
+    tokens_of,
+    units,
+)
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.shapes import DeltaRule, StateRule
 
@@ -146,8 +157,7 @@ def solve_kernel(
 ):
     """Computes U, W and P of the formulas above for one chunk and head. The grid is (chunk, value head, row)."""
     piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
-    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
+    first, count, start = tokens_of(slots, row, num_tokens, OF_PROMPTS)
     begin = (start // CHUNK + piece) * CHUNK - start  # chunks lie on a grid of positions
     if begin < count:
         line = tl.arange(0, CHUNK)
@@ -327,11 +337,10 @@ def _scan_kernel(
     line, key = tl.arange(0, CHUNK), tl.arange(0, triton.next_power_of_2(KEY_DIM))
     value = tile * BLOCK + tl.arange(0, BLOCK)
     has_key, has_value = key < KEY_DIM, value < VALUE_DIM
-    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    first, count, start = tokens_of(slots, row, num_tokens, OF_PROMPTS)
     states_ptr = slots.states + (tl.load(slots.state_rows + row) * SLOTS * VALUE_HEADS + head) * SIZE
     within = key[:, None] + value[None, :] * KEY_DIM  # here a state is [keys, values]
     whole = has_key[:, None] & has_value[None, :]
-    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     known = whole & (start > 0) & (count > 0)
     slot = (start + SLOTS - 1) % SLOTS
     state = tl.load(states_ptr + slot * (VALUE_HEADS * SIZE) + within, mask=known, other=0.0)

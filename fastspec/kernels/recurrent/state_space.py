@@ -38,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from fastspec.kernels.common.checks import check, told
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.recurrent.mamba_prompt import mamba_in_chunks, plan_of
-from fastspec.kernels.recurrent.parts import OF_PROMPTS, ScanWeights, StateSlots, StepLimits, softplus, span
+from fastspec.kernels.recurrent.parts import OF_PROMPTS, ScanWeights, StateSlots, StepLimits, softplus, tokens_of
 from fastspec.kernels.recurrent.prompt import store_inputs
 from fastspec.kernels.reference.recurrent import KeptState
 from fastspec.kernels.reference.state_space import StateParts
@@ -106,10 +106,9 @@ def _conv_kernel(
         gdc_launch_dependents()
     row, channel = tl.program_id(0).to(tl.int64), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside, number = channel < CHANNELS, tl.arange(0, TOKENS)
-    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    first, count, start = tokens_of(slots, row, num_tokens, OF_PROMPTS)
     token = tl.program_id(1) * TOKENS + number  # counted from the first token that is not masked
     there = token < count
-    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     inputs_ptr = slots.inputs + tl.load(slots.state_rows + row) * (PLACES * CHANNELS)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     lines = product_ptr + (row * num_tokens + first) * ROWS + FIRST
@@ -184,11 +183,10 @@ def _mamba_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     value, key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, triton.next_power_of_2(STATE_DIM))
     has_value, has_key = value < HEAD_DIM, key < STATE_DIM
-    first, count = span(slots.write_mask + row * num_tokens, num_tokens, OF_PROMPTS)
+    first, count, start = tokens_of(slots, row, num_tokens, OF_PROMPTS)
     states_ptr = slots.states + (tl.load(slots.state_rows + row) * SLOTS * HEADS + head) * SIZE
     within = value[:, None] * STATE_DIM + key[None, :]
     whole = has_value[:, None] & has_key[None, :]
-    start = tl.load(slots.positions + row * num_tokens + first, mask=count > 0, other=0).to(tl.int32)
     known = whole & (start > 0) & (count > 0)
     state = tl.load(states_ptr + (start + SLOTS - 1) % SLOTS * (HEADS * SIZE) + within, mask=known, other=0.0)
     if SELECTIVE:

@@ -264,8 +264,8 @@ class LayerPlan:
     def fused_tail(self) -> bool:
         """True if `Ops.layer_tail` can compute the layer after its attention: norms, MLP and sums are as in Llama."""
         whole = self.attends and self.state is None and self.feeds and not self.head_gate and self.latent is None
-        ends = self.inputs == 0 and not self.scaled
-        return whole and ends and self._plain and self.fused_norm and self.fused_gate and self.experts is None
+        plain = self._plain and self._ends_in_mlp and self.experts is None
+        return whole and plain and self.fused_norm and self.fused_gate
 
     @property
     def mixes(self) -> bool:
@@ -276,9 +276,8 @@ class LayerPlan:
     def sandwiched(self) -> bool:
         """True if `Ops.add_norm` can compute the norms and sums before and after attention and MLP."""
         norms = self.post_norm and self.pre_norm and self.norm == "rms_plus_one" and self.gated
-        ends = self.inputs == 0 and not self.scaled
         own = self.state is None and not self.head_gate and self.latent is None
-        return norms and ends and self.residual_scale == 1.0 and own
+        return norms and self._ends_in_mlp and self.residual_scale == 1.0 and own
 
     @property
     def owns(self) -> bool:
@@ -289,6 +288,11 @@ class LayerPlan:
     def caches(self) -> bool:
         """True if the layer writes keys and values to the cache."""
         return self.attends and self.shares is None
+
+    @property
+    def _ends_in_mlp(self) -> bool:
+        """True if nothing in the layer follows the sum with the MLP's result."""
+        return self.inputs == 0 and not self.scaled
 
     @property
     def _plain(self) -> bool:

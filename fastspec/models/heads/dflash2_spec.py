@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.config import refuse_unknown
 from fastspec.models.heads.dflash_spec import KNOWN, BlockSettings, DFlashSpec, dflash_spec
-from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
+from fastspec.models.heads.spec import NAMES, StoredHead
 
 if TYPE_CHECKING:
     from fastspec.models.checkpoints.tensor_source import Use
@@ -60,20 +58,13 @@ class DFlash2Spec(DFlashSpec):
         return {BEFORE: "table", AFTER: "table"}
 
 
-def dflash2_spec(
-    found: Recognised,
-    raw: Mapping[str, Any],
-    infos: Mapping[str, TensorInfo],
-    target: TargetSizes,
-    feature_layers: Sequence[int] | None,
-    where: Path,
-) -> DFlash2Spec:
-    """Makes the spec of a DFlash2 head. For arguments and errors see `dflash_spec`."""
-    base = dflash_spec(found, raw, infos, target, feature_layers, where)
-    settings = BlockSettings.of(raw, where, NAMES["dflash2"])
-    refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dflash2"])
+def dflash2_spec(head: StoredHead) -> DFlash2Spec:
+    """Makes the spec of a DFlash2 head. For errors see `dflash_spec`."""
+    base = dflash_spec(head)
+    settings = BlockSettings.of(head.raw, head.where, NAMES["dflash2"])
+    refuse_unknown(head.raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dflash2"])
     own = {size: settings.whole(name, 1, MAX_SIZE) for name, size in _OWN.items()}
-    hidden, known = base.hidden_size, target.vocab_size
+    hidden, known = base.hidden_size, head.target.vocab_size
     if hidden % own["group"]:
         settings.refuse("conv_group_size", f"a divisor of hidden_size={hidden}")
     if own["taps"] > base.block_size:

@@ -11,11 +11,10 @@ from typing import Any, Final, NoReturn
 import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
-from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
 from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, ties_head
-from fastspec.models.heads.spec import NAMES, HeadSpec, Reading, Recognised, TargetSizes, asked_boundaries, readings_of
+from fastspec.models.heads.spec import NAMES, HeadSpec, Reading, StoredHead, TargetSizes, asked_boundaries, readings_of
 from fastspec.models.layer_table import layer_shapes
 
 MASK_NAMES: Final = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
@@ -105,37 +104,22 @@ class DFlashSpec(HeadSpec):
         return HeadSpec.weight_bytes(self, dtype) + (again + mask) * dtype.itemsize
 
 
-def dflash_spec(
-    found: Recognised,
-    raw: Mapping[str, Any],
-    infos: Mapping[str, TensorInfo],
-    target: TargetSizes,
-    feature_layers: Sequence[int] | None,
-    where: Path,
-) -> DFlashSpec:
+def dflash_spec(head: StoredHead) -> DFlashSpec:
     """Makes the spec of a DFlash head from its config and the shapes of its tensors.
-
-    Args:
-        found: type and layout of the head.
-        raw: content of `config.json`.
-        infos: properties of its stored tensors, by `plain_name`.
-        target: sizes of the target.
-        feature_layers: boundaries of the target whose hidden states the head reads, if the user chose them. Boundary b
-            is the hidden state after b layers. None: those in the config.
-        where: path of the config, for messages. A file with the embedding of the mask token may lie beside it.
 
     Raises:
         CheckpointError: config and tensors do not match, or the head was made for another target.
         UnsupportedModel: a setting that is not implemented.
     """
-    settings = BlockSettings.of(raw, where, NAMES[found.kind])
+    found, infos, target = head.found, head.infos, head.target
+    settings = BlockSettings.of(head.raw, head.where, NAMES[found.kind])
     if settings.get("projector_type") not in (None, found.kind):
         settings.refuse("projector_type", f"{found.kind!r}, which its tensors are")
     for name, fine in OTHERS.items():
         if settings.get(name) not in fine:
             settings.refuse(name, f"{fine[1]!r}: such a head is a relative of DFlash")
     ours = found.layout == "speculators"
-    inner = dict(inner_config(raw, where))
+    inner = dict(inner_config(head.raw, head.where))
     if inner.get("rope_parameters") is None:
         inner["rope_theta"] = inner.get("rope_theta") or DEFAULT_THETA
     vocab = settings.whole("draft_vocab_size", 1, target.vocab_size, target.vocab_size)
@@ -144,9 +128,9 @@ def dflash_spec(
     plans = tuple(replace(plan, window=window) for plan, window in zip(decoder.plans, windows, strict=True))
     decoder = replace(decoder, plans=plans, scales=_scales(settings, decoder.scales.logits))
     own_embed, own_head = "embed_tokens.weight" in infos, "lm_head.weight" in infos
-    tied_head = ties_head(raw, infos, vocab, target)
+    tied_head = ties_head(head.raw, infos, vocab, target)
     _check_shared(decoder, target, own_embed=own_embed, own_head=own_head or tied_head)
-    readings = _readings(settings, target, feature_layers)
+    readings = _readings(settings, target, head.feature_layers)
     sinks = settings.flag("attention_sink_bias", settings.flag("add_swa_attention_sink_bias"))
     return DFlashSpec(
         found=found,
@@ -165,7 +149,7 @@ def dflash_spec(
         sinks=sinks,
         value_scale=settings.number("attention_value_scale"),
         embed_scale=settings.number("input_embedding_scale"),
-        mask_file=_mask_file(where.parent),
+        mask_file=_mask_file(head.where.parent),
     )
 
 

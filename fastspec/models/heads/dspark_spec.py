@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from fastspec.errors import CheckpointError
-from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.heads.config import refuse_unknown
 from fastspec.models.heads.dflash_spec import KNOWN, BlockSettings, DFlashSpec, dflash_spec
-from fastspec.models.heads.spec import NAMES, Recognised, TargetSizes
+from fastspec.models.heads.spec import NAMES, StoredHead
 
 if TYPE_CHECKING:
     from fastspec.models.checkpoints.tensor_source import Use
@@ -54,21 +52,14 @@ class DSparkSpec(DFlashSpec):
         return ("confidence_head.proj.weight", "confidence_head.proj.bias", "mask_embedding")
 
 
-def dspark_spec(
-    found: Recognised,
-    raw: Mapping[str, Any],
-    infos: Mapping[str, TensorInfo],
-    target: TargetSizes,
-    feature_layers: Sequence[int] | None,
-    where: Path,
-) -> DFlashSpec:
+def dspark_spec(head: StoredHead) -> DFlashSpec:
     """Makes the spec of a DSpark head. If its `markov_rank` is 0, the result is the spec of a DFlash head.
 
-    For arguments and errors see `dflash_spec`.
+    For errors see `dflash_spec`.
     """
-    base = dflash_spec(found, raw, infos, target, feature_layers, where)
-    settings = BlockSettings.of(raw, where, NAMES["dspark"])
-    refuse_unknown(raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dspark"])
+    base, infos, target = dflash_spec(head), head.infos, head.target
+    settings = BlockSettings.of(head.raw, head.where, NAMES["dspark"])
+    refuse_unknown(head.raw, "dflash_config", (*KNOWN, *_OWN), NAMES["dspark"])
     stored = infos[BEFORE].shape if BEFORE in infos else (target.vocab_size, 0)
     rank = settings.whole("markov_rank", 0, MAX_RANK, stored[-1])
     if rank == 0:

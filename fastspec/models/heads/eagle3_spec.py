@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from fastspec.errors import CheckpointError, UnsupportedModel
@@ -16,6 +15,7 @@ from fastspec.models.heads.spec import (
     HeadSpec,
     Reading,
     Recognised,
+    StoredHead,
     TargetSizes,
     asked_boundaries,
     default_boundaries,
@@ -88,16 +88,9 @@ class PEagleSpec(Eagle3Spec):
         return (self.hidden_size,)
 
 
-def peagle_spec(
-    found: Recognised,
-    raw: Mapping[str, Any],
-    infos: Mapping[str, TensorInfo],
-    target: TargetSizes,
-    feature_layers: Sequence[int] | None,
-    where: Path,
-) -> PEagleSpec:
-    """Makes the spec of a P-EAGLE head. For arguments and errors see `eagle3_spec`."""
-    base = eagle3_spec(found, raw, infos, target, feature_layers, where)
+def peagle_spec(head: StoredHead) -> PEagleSpec:
+    """Makes the spec of a P-EAGLE head. For errors see `eagle3_spec`."""
+    base, raw, target = eagle3_spec(head), head.raw, head.target
     refuse_unknown(raw, "eagle_config", _KNOWN, "P-EAGLE")
     name = next((name for name in _MASKS if raw.get(name) is not None), _MASKS[0])
     mask = raw.get(name)
@@ -107,30 +100,15 @@ def peagle_spec(
     return PEagleSpec.extending(base, {MASK_HIDDEN: (1, 1, read)}, mask_id=mask)
 
 
-def eagle3_spec(
-    found: Recognised,
-    raw: Mapping[str, Any],
-    infos: Mapping[str, TensorInfo],
-    target: TargetSizes,
-    feature_layers: Sequence[int] | None,
-    where: Path,
-) -> Eagle3Spec:
+def eagle3_spec(head: StoredHead) -> Eagle3Spec:
     """Makes the spec of an EAGLE-3 head from its config and the shapes of its tensors.
-
-    Args:
-        found: type and layout of the head.
-        raw: content of `config.json`.
-        infos: properties of its stored tensors, by `plain_name`.
-        target: sizes of the target.
-        feature_layers: boundaries of the target whose hidden states the head reads, if the user chose them. Boundary b
-            is the hidden state after b layers. None: those in the config.
-        where: path of the config, for messages.
 
     Raises:
         CheckpointError: config and tensors do not match, or the head was made for another target.
         UnsupportedModel: a setting that is not implemented.
     """
-    inner = inner_config(raw, where)
+    found, raw, infos, target = head.found, head.raw, head.infos, head.target
+    inner = inner_config(raw, head.where)
     _check_target(raw, inner, infos, target)
     vocab_size = size(raw, "draft_vocab_size", target.vocab_size)
     decoder = decoder_of(inner, infos, vocab_size, target)
@@ -140,7 +118,7 @@ def eagle3_spec(
         found=found,
         decoder=decoder,
         target=target,
-        readings=_readings(found, raw, target, count, feature_layers),
+        readings=_readings(found, raw, target, count, head.feature_layers),
         tensors={},
         own_embed="embed_tokens.weight" in infos,
         own_head="lm_head.weight" in infos,

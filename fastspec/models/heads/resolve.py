@@ -18,7 +18,6 @@ from fastspec.models.checkpoints.gguf.tensors import find_gguf
 from fastspec.models.checkpoints.hub import download, hub_gguf
 from fastspec.models.checkpoints.resolve import check_before_download, load_tokenizer
 from fastspec.models.checkpoints.safetensors_files import INDEX, SINGLE, ShardTensors, read_json
-from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.families import FAMILIES
 from fastspec.models.heads.assistant_spec import AssistantSpec, assistant_spec
 from fastspec.models.heads.checkpoint import (
@@ -38,18 +37,15 @@ from fastspec.models.heads.dspark_spec import dspark_spec
 from fastspec.models.heads.eagle3_spec import eagle3_spec, peagle_spec
 from fastspec.models.heads.mtp_spec import MTP, mtp_source, mtp_spec
 from fastspec.models.heads.some_rows import WithSomeRows, checked_ids, places_of, with_vocab
-from fastspec.models.heads.spec import HeadKind, HeadSpec, Recognised, TargetSizes, recognise, says_head
+from fastspec.models.heads.spec import HeadKind, HeadSpec, Recognised, StoredHead, recognise, says_head
 from fastspec.models.heads.weights import head_bytes
 from fastspec.models.hosted.info import HostedInfo
 
-SpecReader = Callable[
-    [Recognised, Mapping[str, Any], Mapping[str, TensorInfo], TargetSizes, "Sequence[int] | None", Path], HeadSpec
-]
 SAMPLE: Final = """The water cycle describes how water moves between the oceans, the air and the land. Heat from the sun
 turns water at the surface of the sea into vapour, which rises and cools. As it cools it condenses into small drops that
 form clouds. When the drops become heavy enough, they fall as rain or snow. def mean(values): return sum(values) /
 len(values). What is the capital of France? The capital of France is Paris, and the capital of Italy is Rome."""
-READERS: Final[Mapping[HeadKind, SpecReader]] = {
+READERS: Final[Mapping[HeadKind, Callable[[StoredHead], HeadSpec]]] = {
     "eagle3": eagle3_spec,
     "peagle": peagle_spec,
     "dflash": dflash_spec,
@@ -169,7 +165,7 @@ def resolve_head(
         if reader is None:
             spec: HeadSpec = _assistant(kind, raw, tensors, target, feature_layers)
         else:
-            spec = reader(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG)
+            spec = reader(StoredHead(kind, raw, tensors.infos(), sizes, feature_layers, directory / CONFIG))
         check_head_tensors(tensors, spec)
         ids = target_ids(tensors, spec)
         made = HeadCheckpoint(name, spec, directory, ids, _sample(target, spec), count=head_bytes)

@@ -22,9 +22,11 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.config import ModelSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Self
 
-    from fastspec.models.checkpoints.tensor_source import Use
+    from fastspec.models.checkpoints.tensor_source import TensorInfo, Use
 
 
 HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp", "assistant"]
@@ -97,6 +99,28 @@ class Recognised:
         """Describes type and layout in a few words, for messages and `explain()`."""
         head = "" if self.kind == "assistant" else " head"
         return f"{NAMES[self.kind]}{head} ({LAYOUTS[self.layout]})"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredHead:
+    """A draft head as it is stored, and the target for which its spec is made.
+
+    Attributes:
+        found: type and layout of the head.
+        raw: content of `config.json`.
+        infos: properties of its stored tensors, by `plain_name`.
+        target: sizes of the target.
+        feature_layers: boundaries of the target whose hidden states the head reads, if the user chose them. Boundary b
+            is the hidden state after b layers. None: those in the config.
+        where: path of the config, for messages. Other files of the head lie beside it.
+    """
+
+    found: Recognised
+    raw: Mapping[str, Any]
+    infos: Mapping[str, TensorInfo]
+    target: TargetSizes
+    feature_layers: Sequence[int] | None
+    where: Path
 
 
 def plain_name(stored: str) -> str:

@@ -129,7 +129,7 @@ def parts_of(total: int, share: RankShare) -> list[Cut]:
 
 
 def cut_shell(shell: nn.Module, cut: HostedCut) -> None:
-    """Changes a whole model on the meta device to one rank's part. Split parameters get the sizes of the part."""
+    """Replaces each split parameter of a model on the meta device by one rank's part of it."""
     for name, kind in cut.kinds.items():
         if kind == "first":
             owner, _, attribute = name.rpartition(".")

@@ -97,7 +97,7 @@ class HostedUpdate:
 
 
 class _Refiller(Filler):
-    """Writes new values over those of a model in use, one module at a time."""
+    """Overwrites the weights of a model in use with new values, one module at a time."""
 
     @override
     def fill(self) -> None:
@@ -278,8 +278,9 @@ def _checked(source: nn.Module, weights: HostedWeights, codes: ProductCodes | No
     names = frozenset(name for name, each in parameters.items() if not each.is_meta)
     if not names:
         raise CheckpointError(f"{WHERE} holds no tensor of the model")
-    for name in sorted(names) if weights.dtype is torch.float16 else ():
-        check_range(name, parameters[name])
+    if weights.dtype is torch.float16:
+        for name in sorted(names):
+            check_range(name, parameters[name])
     return HostedUpdate(weights, source, names, len(names) == len(parameters), codes)
 
 
@@ -297,7 +298,8 @@ class _Place(NamedTuple):
 
 def _places(module: nn.Module) -> dict[str, _Place]:
     """Returns the place of each name that the module's state_dict has."""
-    state, names = module.state_dict(keep_vars=True), dict[int, list[str]]()
+    state = module.state_dict(keep_vars=True)
+    names: dict[int, list[str]] = {}
     for name, tensor in state.items():
         names.setdefault(id(tensor), []).append(name)
     return {name: _Place(tensor, tuple(names[id(tensor)])) for name, tensor in state.items()}

@@ -198,10 +198,7 @@ class ResponseBody(create_model("AsInChat", **_as_in_chat(), **taken_fields(RESP
     @model_validator(mode="before")
     @classmethod
     def _given(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        given = {name: value for name, value in body.items() if value is not None}
-        return without_neutral(given, cls.model_fields, RESPONSE_ROW_OF)
+        return without_neutral(body, cls.model_fields, RESPONSE_ROW_OF)
 
     @model_validator(mode="after")
     def _together(self) -> ResponseBody:

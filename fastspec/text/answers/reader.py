@@ -71,7 +71,7 @@ class TextReader:
             self._add_text(Reasoning, text, "\n")
 
     def begin_call(self, name: str) -> None:
-        """Adds the beginning of a call of the tool `name`."""
+        """Adds an event: a call of the tool `name` begins. Its arguments follow."""
         self._taken, self._held, self._skipped = None, (Content, ""), _BLANK
         self._push(CallBegins(self._calls, name))
         self._calls += 1

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.heads.checkpoint import HeadTensors, check_head_tensors
 from fastspec.models.heads.dflash_spec import DFlashSpec, dflash_spec
-from fastspec.models.heads.spec import TargetSizes, recognise
+from fastspec.models.heads.spec import StoredHead, TargetSizes, recognise
 from tests.helpers.dflash import WRITERS, Head
 
 HEAD = Head(32, 128)
@@ -30,7 +30,7 @@ def read(path: Path, target: TargetSizes = TARGET, feature_layers: tuple[int, ..
     found = recognise(raw, load_file(path / "model.safetensors"))
     assert found is not None
     assert found.kind == "dflash"
-    made = dflash_spec(found, raw, tensors.infos(), target, feature_layers, config)
+    made = dflash_spec(StoredHead(found, raw, tensors.infos(), target, feature_layers, config))
     check_head_tensors(tensors, made)
     return made
 

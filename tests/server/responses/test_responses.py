@@ -15,13 +15,13 @@ from pydantic import BaseModel
 
 from fastspec import FastSpecGenerator
 from fastspec.server.access import Access
-from fastspec.server.errors import Refusal, too_late
+from fastspec.server.errors import Refusal
 from fastspec.server.responses.body import ResponseBody
 from fastspec.server.responses.items import _KEYS, MessageBuilder, encoded
 from fastspec.server.responses.store import ResponseStore, StoredResponse
 from tests.helpers.agent_pair import AFTER, ARGUMENTS, BEFORE, REASONING, agent_pair
 from tests.helpers.services import opened
-from tests.server.conftest import Running, running
+from tests.server.conftest import Running, running, stop_answers
 from tests.server.test_refusals import get, post
 
 SCHEMA: dict[str, Any] = {
@@ -282,16 +282,9 @@ def test_without_a_store_nothing_is_kept(server: Running) -> None:
         ResponseStore(-1)
 
 
-def test_an_answer_that_fails_is_told_by_an_event(gen: FastSpecGenerator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_fails_is_told_by_an_event(gen: FastSpecGenerator) -> None:
     with running(gen) as server:
-        start = server.service.start
-
-        async def hurried(body: Any, api_key: str | None = None) -> Any:
-            job = await start(body, api_key)
-            job.stop(too_late(1))
-            return job
-
-        monkeypatch.setattr(server.service, "start", hurried)
+        stop_answers(server)
         events = list(client_of(server).responses.create(model="small", input="x", max_output_tokens=90, stream=True))
         last: Any = events[-1]
         assert (last.type, last.response.status, last.response.error.code) == (

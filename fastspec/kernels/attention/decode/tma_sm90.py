@@ -246,6 +246,16 @@ def _consumer(
 
 
 @gluon.jit
+def _loader(key_desc, value_desc, loaded, pipeline, cache, column, share, SPLIT_SIZES: gl.constexpr,
+            PAGE_SIZE: gl.constexpr, NARROW: gl.constexpr):  # fmt: skip
+    """Runs the loading warps. With NARROW, they also convert the tiles of an 8-bit cache. See `load_and_widen`."""
+    if NARROW:
+        load_and_widen(key_desc, value_desc, loaded, pipeline, cache, column, share, SPLIT_SIZES, PAGE_SIZE)
+    else:
+        load_tiles(key_desc, value_desc, loaded, cache, column, share, SPLIT_SIZES, PAGE_SIZE)
+
+
+@gluon.jit
 def _pipeline(
     dtype: gl.constexpr, stored, STAGES: gl.constexpr, KEYS: gl.constexpr, D: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
@@ -312,92 +322,19 @@ def shares_kernel(
     fence_async_shared()
 
     share = Share(batch, kv_head, tile, mine, cta, ctas, last, first == last, begin, stop, first_new)
-    # the two lists after the functions: warps of the second function, and registers of each of its threads fmt: off
-    if NARROW:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (
-                        qs,
-                        pipeline,
-                        share,
-                        tokens,
-                        row_cache,
-                        out_ptr,
-                        partial_ptr,
-                        num_queries,
-                        num_pairs,
-                        splits,
-                        scoring,
-                        SPLIT_SIZES,
-                        LATE_FROM,
-                        WINDOW,
-                        KV_HEADS,
-                        GROUP,
-                        PAGE_SIZE,
-                        PDL,
-                    ),
-                ),
-                (
-                    load_and_widen,
-                    (
-                        key_desc,
-                        value_desc,
-                        loaded,
-                        pipeline,
-                        row_cache,
-                        kv_head * D,
-                        share,
-                        SPLIT_SIZES,
-                        PAGE_SIZE,
-                    ),
-                ),
-            ],
-            [WIDENING_WARPS],
-            [56],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    _consumer,
-                    (
-                        qs,
-                        pipeline,
-                        share,
-                        tokens,
-                        row_cache,
-                        out_ptr,
-                        partial_ptr,
-                        num_queries,
-                        num_pairs,
-                        splits,
-                        scoring,
-                        SPLIT_SIZES,
-                        LATE_FROM,
-                        WINDOW,
-                        KV_HEADS,
-                        GROUP,
-                        PAGE_SIZE,
-                        PDL,
-                    ),
-                ),
-                (
-                    load_tiles,
-                    (
-                        key_desc,
-                        value_desc,
-                        loaded,
-                        row_cache,
-                        kv_head * D,
-                        share,
-                        SPLIT_SIZES,
-                        PAGE_SIZE,
-                    ),
-                ),
-            ],
-            [1],
-            [40],
-        )
-    # fmt: on
+    LOADERS: gl.constexpr = WIDENING_WARPS if NARROW else 1
+    REGISTERS: gl.constexpr = 56 if NARROW else 40
+    # the two lists after the functions: warps of the second function, and registers of each of its threads
+    gl.warp_specialize(
+        [
+            (_consumer, (
+                qs, pipeline, share, tokens, row_cache, out_ptr, partial_ptr, num_queries, num_pairs, splits, scoring,
+                SPLIT_SIZES, LATE_FROM, WINDOW, KV_HEADS, GROUP, PAGE_SIZE, PDL,
+            )),
+            (_loader, (
+                key_desc, value_desc, loaded, pipeline, row_cache, kv_head * D, share, SPLIT_SIZES, PAGE_SIZE, NARROW,
+            )),
+        ],
+        [LOADERS],
+        [REGISTERS],
+    )  # fmt: skip

@@ -6,14 +6,14 @@ L2 cache.
 
 from __future__ import annotations
 
-from fastspec.kernels.common.code_packing import Form
+from fastspec.kernels.common.code_packing import FIELDS, Form
 from fastspec.kernels.gpu import Gpu
 from fastspec.kernels.product.plan import FewRows, Split, Wide, cdiv
 
 MAX_ROWS = 64  # largest number of rows of x in one CTA
 BLOCK = 8  # rows of x in one product of the tensor core
 SHORT = 2048  # by default K has 4 splits up to this K, and 8 above
-EIGHT_BITS = {"fp8", "int8", "off8"}  # forms with 8 bits
+EIGHT_BITS = {form for form, codes in FIELDS.items() if len(codes) == 2}  # a half of a word has two codes
 
 
 # of the TMA kernel of codes: smallest number of rows of x, and group sizes (values of K that share a scale; 0: all)

@@ -181,7 +181,7 @@ class _HeaderParser:
         return list(struct.unpack_from(f"<{count}{_FORMATS[kind]}", self._view, start))
 
     def _place(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Reads one entry of the table of tensors: (name, shape, ggml's number of the format, offset in the data)."""
+        """Reads one entry of the table of tensors: (name, shape, number of the format in ggml, offset in the data)."""
         name = self._string("the table of tensors")
         axes = int(self._number("I", name))
         if not 1 <= axes <= MAX_AXES:

@@ -212,7 +212,7 @@ class GgufTensors(TensorSource):
 
 
 def find_gguf(source: object) -> Path | None:
-    """Returns the path of the local GGUF file that a user's source names. None: the source is something else.
+    """Returns the path of the local GGUF file that the source names. None: the source is something else.
 
     The source is the path of the file, or of a directory that has one GGUF file and no safetensors.
 
