@@ -244,6 +244,24 @@ def test_a_generator_in_use_does_not_sleep(gen: FastSpecGenerator) -> None:
 
 
 @pytest.mark.gpu
+def test_contents_are_saved_with_one_wait() -> None:
+    values = [torch.arange(count, device="cuda") for count in (9, 4096, 100_000)]
+    held = [each.untyped_storage() for each in (*values, torch.zeros(50, device="cuda"))]
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with pytest.warns(UserWarning, match="synchroniz") as waits:
+            zero = sleeping._all_zero(held)
+            copies = [sleeping._to_host(each) for each in held[:3]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert len(waits) == 1
+    assert zero == [False, False, False, True]
+    for value, copy in zip(values, copies, strict=True):
+        assert torch.equal(copy.view(torch.int64), value.cpu())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("level", [1, 2])
 def test_memory_goes_back_to_the_driver(level: int) -> None:
     """At least 95% of what the plan says, by the driver's own count; steps are captured again."""
