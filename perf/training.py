@@ -338,7 +338,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(columns=COLUMNS)
     add_pair_options(made, "8b+1b")
     made.add_argument("--tasks", choices=sorted(SETS), default="all", help="set of tasks")
-    made.add_argument("--only", default="", help="tasks whose name holds this, such as rollout")
+    made.add_argument("--only", nargs="*", default=[""], help="tasks whose name holds one of these, such as rollout")
     made.add_argument("--ks", type=drafts_of, help="numbers of drafts in place of each task's own, such as 0,auto")
     made.add_argument("--peers", action="store_true", help="vLLM on the same tasks")
 
@@ -352,7 +352,7 @@ def command_training(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Scores, updates and rollouts, as a trainer asks for them."""
     about = {"workload": OWN if given.target else given.workload}
     with opened(given, save=given.peers and importable("vllm"), say=say) as models:
-        for named in (task for task in SETS[given.tasks] if given.only in task.name):
+        for named in dict.fromkeys(task for only in given.only for task in SETS[given.tasks] if only in task.name):
             task = replace(named, ks=given.ks or named.ks)
             for row in BENCHES[task.bench](models, task):
                 yield [{**about, **row}]

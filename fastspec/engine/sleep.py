@@ -49,27 +49,6 @@ class Asleep:
     _zeroed: list[torch.UntypedStorage] = field(default_factory=list)
     _steps: list[Hashable] = field(default_factory=list)
 
-    def _keep(
-        self,
-        emptied: Mapping[int, torch.UntypedStorage],
-        caches: Container[int],
-        weights: Container[int],
-    ) -> None:
-        """Notes what `regain` does with each storage. Queues copies to host memory of all but zeros, caches and weights.
-
-        Args:
-            emptied: key -> storage whose memory will be released.
-            caches, weights: keys of the storages whose contents are dropped, and of those that will be loaded again.
-        """
-        others = [storage for key, storage in emptied.items() if key not in caches and key not in weights]
-        self._emptied += [(storage, storage.nbytes()) for storage in emptied.values()]
-        self._zeroed += [storage for key, storage in emptied.items() if key in caches]
-        for storage, zero in zip(others, _all_zero(others), strict=True):
-            if zero:
-                self._zeroed.append(storage)
-            else:
-                self._saved.append((storage, _to_host(storage)))
-
     def regain(self, engine: Engine) -> None:
         """Allocates all memory again, and restores the saved contents.
 
@@ -102,6 +81,27 @@ class Asleep:
     def recapture(self, engine: Engine) -> None:
         """Captures all decode steps and prefill passes again that were captured before the engine slept."""
         engine.capture_again(self._steps)
+
+    def _keep(
+        self,
+        emptied: Mapping[int, torch.UntypedStorage],
+        caches: Container[int],
+        weights: Container[int],
+    ) -> None:
+        """Notes what `regain` does with each storage. Queues the copies to host memory.
+
+        Args:
+            emptied: key -> storage whose memory will be released.
+            caches, weights: keys of the storages whose contents are dropped, and of those that will be loaded again.
+        """
+        others = [storage for key, storage in emptied.items() if key not in caches and key not in weights]
+        self._emptied += [(storage, storage.nbytes()) for storage in emptied.values()]
+        self._zeroed += [storage for key, storage in emptied.items() if key in caches]
+        for storage, zero in zip(others, _all_zero(others), strict=True):
+            if zero:
+                self._zeroed.append(storage)
+            else:
+                self._saved.append((storage, _to_host(storage)))
 
 
 def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[Any]) -> Asleep:
