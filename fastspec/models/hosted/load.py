@@ -73,7 +73,7 @@ def load_hosted(
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
         values = stored_values(checkpoint.directory, info, dtype, codes)
-        with _bars(progress):
+        with bars(progress):
             source, release = read_module(values or checkpoint.directory, info, dtype, checkpoint.name), True
     shell = part_shell(info)
     if info.cut is not None:
@@ -85,7 +85,7 @@ def load_hosted(
 
 
 @contextmanager
-def _bars(shown: bool) -> Iterator[None]:
+def bars(shown: bool) -> Iterator[None]:
     """Context manager in which transformers shows progress bars only if `shown`. Restores the setting at the end."""
     before = logging.is_progress_bar_enabled()
     if not shown:
