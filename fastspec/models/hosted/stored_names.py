@@ -39,21 +39,16 @@ def load_stored(module: Any, values: Mapping[str, Tensor], device: torch.device)
     """
     mapping: Any = get_model_conversion_mapping(module)
     config = LoadStateDictConfig(device_map={"": device}, dtype=None, weight_mapping=mapping)  # dtypes of the module
-    older = "tp_plan" in signature(convert_and_load_state_dict_in_model).parameters  # before transformers 5.2
-    more: dict[str, Any] = {"tp_plan": None} if older else {}
-    found: Any = convert_and_load_state_dict_in_model(module, dict(values), config, **more)
-    unexpected, mismatched, failed = (
-        (found[1], found[2], found[4])
-        if older
-        else (found[0].unexpected_keys, found[0].mismatched_keys, found[0].conversion_errors)
-    )
-    if others := _not_ignored(unexpected, module):
+    asked = signature(convert_and_load_state_dict_in_model).parameters
+    more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in asked else {}  # before transformers 5.17
+    found = convert_and_load_state_dict_in_model(module, dict(values), config, **more)[0]
+    if others := _not_ignored(found.unexpected_keys, module):
         raise CheckpointError(f"{listing(others)} unexpected")
-    if mismatched:
-        name, given, wanted = min(mismatched)
+    if found.mismatched_keys:
+        name, given, wanted = min(found.mismatched_keys)
         raise CheckpointError(f"{name} has shape {list(given)}, wanted {list(wanted)}; give all tensors it is made of")
-    if failed:
-        name, told = min(failed.items())
+    if found.conversion_errors:
+        name, told = min(found.conversion_errors.items())
         raise CheckpointError(f"{name} cannot be made of the given tensors: {str(told).strip().splitlines()[-1]}")
 
 
