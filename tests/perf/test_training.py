@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from fastspec import FastSpecGenerator
+from fastspec.engine import settings
+from fastspec.kernels.triton_ops import TRITON_OPS
 from perf import __main__ as cli
-from perf import records
+from perf import records, shaped
 from perf.training import SETS, Task, drafts_of, tail
+from perf.workloads import WORKLOADS
 
 
 def test_the_tail_begins_when_a_tenth_of_the_rows_is_left() -> None:
@@ -58,3 +64,22 @@ def test_each_task_gives_rows(tmp_path: Path) -> None:
     assert ours[4]["drafted"] == 0 < ours[5]["drafted"] <= 2
     assert [row["bench"] for row in rows if row["engine"] == "vllm"] == ["score", "score", "update", "rollout"]
     assert records.read(out) == rows
+
+
+def test_the_plan_of_256_rows_on_a_gpu_of_80_gb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8B: 2048 tokens a row with K and V in 8 bits; in 16 bits these alone take 64 GiB beside weights of 15."""
+    (task,) = (each for each in SETS["all"] if each.card)
+    assert (task.rows, task.prompt + task.new, task.kv, task.card) == (256, 2048, "fp8", 80)
+    monkeypatch.setattr(settings, "free_bytes", lambda device: task.card * 10**9)
+    monkeypatch.setattr(settings, "ops_for", lambda device: TRITON_OPS)
+    for role in ("target", "draft"):
+        config = WORKLOADS["8b+1b"].config(role)
+        told = {**config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+        shaped.write(tmp_path / role, told, shaped.shapes_of(config, torch.bfloat16), {})
+    options: dict[str, Any] = {"num_speculative_tokens": "auto", "verification": "coupled", "max_length": 2048}
+    options |= {"max_batch_size": task.rows, "device": "cpu", "dtype": "bfloat16"}
+    plan = FastSpecGenerator.plan(tmp_path / "target", tmp_path / "draft", kv_dtype="fp8", **options)
+    assert plan.target_cache > 256 * 2048 * 2**16  # 64 KiB a token
+    assert plan.total < 0.9 * task.card * 10**9
+    with pytest.raises(MemoryError, match=r"largest max_length that fits is 1\d\d\d;"):
+        FastSpecGenerator.plan(tmp_path / "target", **options)
