@@ -313,6 +313,28 @@ def by_format(rows: Sequence[Row]) -> Callable[[Axes], bool]:
     return draw
 
 
+def rewards(rows: Sequence[Row]) -> Callable[[Axes], bool]:
+    """The mean reward of each step of training, of runs that differ in drafts alone: a line, and points on it.
+
+    Rows have `k`, `rewards`, `rollout_s` and `seconds`.
+    """
+
+    def draw(axes: Axes) -> bool:
+        for row in rows:
+            steps = range(1, len(row["rewards"]) + 1)
+            name = f"{row['k']} drafts a step" if row["k"] else "without drafts"
+            form: Any = {"marker": "o", "ls": "", "ms": 4} if row["k"] else {"lw": 1.6}
+            axes.plot(steps, row["rewards"], color=COLOURS[bool(row["k"])], label=name, **form)
+        axes.set(xlabel="step", ylabel="mean reward", title="GRPO: rewards with and without drafts")
+        axes.set_ylim(bottom=0)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        if rows:
+            axes.legend(loc="upper left")
+        return bool(rows)
+
+    return draw
+
+
 def _target_of(row: Row) -> str:
     """The format of the target's weights."""
     return str(row["case"]).partition("+")[0]

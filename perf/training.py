@@ -5,6 +5,7 @@
 | score | log-probabilities of given tokens: of prompts, and of answers; beside them reading the same prompts |
 | update | all weights from tensors of the same device |
 | rollout | prompts x copies, sampled; each row has its own length. Its tail: a tenth of the rows is left |
+| grpo | a run of TRL's trainer on the shipped pair, with drafts and without: the reward of each step |
 
 vLLM scores by `prompt_logprobs`, and draws rows of the same lengths.
 """
@@ -28,13 +29,14 @@ from fastspec import FastSpecGenerator
 from fastspec.adaptive.controller import AUTO
 from fastspec.scheduling.handle import Handle
 from perf.experiment import FAILURES, say, wait
+from perf.grpo import curves
 from perf.models import SEED, Models, add_pair_options, opened
 from perf.peers import NOT_HERE, VLLM_SHARE, failed, importable
 from perf.records import Row
-from perf.workloads import OWN
+from perf.workloads import OWN, SHIPPED
 
 COLUMNS = ("bench", "case", "engine", "batch", "prompt", "new", "k", "tokens", "seconds", "tok_s", "read_tok_s",
-           "tail_s", "tail_tok_s", "drafted", "gb", "gb_s", "plan_gib", "peak_gib", "texts_equal",
+           "tail_s", "tail_tok_s", "drafted", "gb", "gb_s", "plan_gib", "peak_gib", "rollout_s", "texts_equal",
            "status")  # fmt: skip
 TAIL = 0.1  # share of the rows that are left when the tail begins
 WARM = 12  # tokens of each row before a rollout is timed
@@ -98,7 +100,9 @@ SMALL = (
     Task("update"),
     Task("rollout", 2, 3, 8, 24, mean=8, ks=(0, 2, AUTO)),
 )
-SETS = {"all": TASKS, "small": SMALL}
+GRPO = "grpo"
+SETS = {"all": TASKS, "small": SMALL, GRPO: ()}
+GRPO_STEPS = 20
 
 
 def generator_of(models: Models, task: Task, k: int | str) -> FastSpecGenerator:
@@ -350,6 +354,10 @@ def drafts_of(told: str) -> tuple[int | str, ...]:
 
 def command_training(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Scores, updates and rollouts, as a trainer asks for them."""
+    if given.tasks == GRPO:
+        for row in curves(GRPO_STEPS):
+            yield [{"workload": SHIPPED, **row}]
+        return
     about = {"workload": OWN if given.target else given.workload}
     with opened(given, save=given.peers and importable("vllm"), say=say) as models:
         for named in dict.fromkeys(task for only in given.only for task in SETS[given.tasks] if only in task.name):
