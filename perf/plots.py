@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # writes files; there may be no screen
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perf.anatomy import SHOWN
 from perf.cases import tokens_per_step
@@ -327,7 +327,7 @@ def rewards(rows: Sequence[Row]) -> Callable[[Axes], bool]:
             axes.plot(steps, row["rewards"], color=COLOURS[bool(row["k"])], label=name, **form)
         axes.set(xlabel="step", ylabel="mean reward", title="GRPO: rewards with and without drafts")
         axes.set_ylim(bottom=0)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if rows:
             axes.legend(loc="upper left")
         return bool(rows)
