@@ -46,7 +46,7 @@ class Run:
     def reward(
         self, completions: list[str], completion_ids: list[list[int]], weight_version: list[Any], **more: Any
     ) -> list[float]:
-        """The share of each text's tokens that it has of the letter "e"."""
+        """The number of letters "e" of each text, by the tokens it may have."""
         found = [text.count("e") / NEW for text in completions]
         self.rewards.append(sum(found) / len(found))
         self.versions.append(weight_version[0])

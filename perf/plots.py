@@ -329,7 +329,7 @@ def rewards(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         if rows:
-            axes.legend(loc="upper left")
+            axes.legend(loc="lower right")
         return bool(rows)
 
     return draw
