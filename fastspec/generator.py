@@ -611,8 +611,8 @@ class FastSpecGenerator(OfOneProcess):
 
         Args:
             values: a directory, a Hub id, a loaded model, a state_dict, or (name, tensor) pairs by the names of the
-                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. A part
-                of a hosted model has the names of transformers' module. All pairs are read before anything changes.
+                checkpoint. A state_dict or pairs may hold a part of the tensors; the others keep their values. A
+                hosted model takes the names of transformers' module, too. All pairs are read before anything changes.
                 Instead of a tensor, a pair may hold the result of `torch.multiprocessing.reductions.reduce_tensor` in
                 another process (CUDA IPC).
             model: "target", or "draft" for a draft model or a learned drafter. A learned drafter needs all its tensors,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from perf.records import Row
 
-FILES = ("cpu", "tasks", "perplexity")
+FILES = ("cpu", "tasks", "perplexity", "training")
 
 Column = tuple[str, str]  # key of a row, heading
 DECODING: tuple[Column, ...] = (

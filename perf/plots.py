@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # writes files; there may be no screen
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from perf.anatomy import SHOWN
 from perf.cases import tokens_per_step
@@ -309,6 +309,28 @@ def by_format(rows: Sequence[Row]) -> Callable[[Axes], bool]:
         axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=2)
         axes.set_title(f"By format of the weights: {listed[0][1]['workload']}", loc="left")
         return True
+
+    return draw
+
+
+def rewards(rows: Sequence[Row]) -> Callable[[Axes], bool]:
+    """The mean reward of each step of training, of runs that differ in drafts alone: a line, and points on it.
+
+    Rows have `k`, `rewards`, `rollout_s` and `seconds`.
+    """
+
+    def draw(axes: Axes) -> bool:
+        for row in rows:
+            steps = range(1, len(row["rewards"]) + 1)
+            name = f"{row['k']} drafts a step" if row["k"] else "without drafts"
+            form: Any = {"marker": "o", "ls": "", "ms": 4} if row["k"] else {"lw": 1.6}
+            axes.plot(steps, row["rewards"], color=COLOURS[bool(row["k"])], label=name, **form)
+        axes.set(xlabel="step", ylabel="mean reward", title="GRPO: rewards with and without drafts")
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        if rows:
+            axes.legend(loc="lower right")
+        return bool(rows)
 
     return draw
 

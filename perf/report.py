@@ -223,14 +223,14 @@ class Picture:
 
 def source(rows: Sequence[Row]) -> str:
     """A sentence: GPUs and commits of the rows."""
-    cards = sorted({str(row.get("gpu")).removesuffix(" 80GB HBM3") for row in rows})
+    cards = sorted({str(row.get("gpu") or "a CPU").removesuffix(" 80GB HBM3") for row in rows})
     commits = list(dict.fromkeys(str(row["commit"]) for row in rows))
     named = ", ".join(commits) if len(commits) < 5 else f"{len(commits)} commits, named in the tables"
     return f"{' and '.join(cards)}; {named}."
 
 
-def pictures(rows: Sequence[Row], folder: Path) -> list[Picture]:
-    """Draws every picture that there are rows for."""
+def pictures(rows: Sequence[Row], folder: Path, on_a_cpu: Sequence[Row] = ()) -> list[Picture]:
+    """Draws every picture that there are rows for, of a GPU and of a CPU."""
     from perf import plots  # matplotlib is needed here alone
 
     rows = [row for row in rows if not row.get("max_length")]  # only tables tell other room apart
@@ -242,6 +242,7 @@ def pictures(rows: Sequence[Row], folder: Path) -> list[Picture]:
     steps = ([row for row in traces(rows) if row["k"]] or traces(rows))[:1]
     kernels = [row for row in rows if row.get("file") == "kernels" and row.get("operations")]
     with_peers, weights = _with_peers(rows), newest_of_pairs(rows)
+    trained = on_cpu.newest(on_a_cpu, "grpo", "case", "k")
     drawn = (
         ("roofline", "Operations per second over operations per byte", plots.roofline(kernels, exact), exact,
          "Triangles are single products, circles whole steps. The line is the measured read rate, then the peak that "
@@ -256,6 +257,8 @@ def pictures(rows: Sequence[Row], folder: Path) -> list[Picture]:
          "Lines are computed from measured steps for any acceptance; points are whole measured calls."),
         ("formats", "Tokens per second by format of the weights", plots.by_format(weights), weights,
          "One run. Long bars are the best k, short bars plain decoding of the same target."),
+        ("rewards", "Rewards of a training with and without drafts", plots.rewards(trained), trained,
+         "TRL's GRPOTrainer on the shipped pair's target. Rewards are equal, bit for bit."),
     )  # fmt: skip
     saved = [(title, f"{words} {source(of)}", plots.save(name, folder, draw)) for name, title, draw, of, words in drawn]
     return [Picture(title, caption, path) for title, caption, path in saved if path is not None]
@@ -295,10 +298,11 @@ def command_report(given: argparse.Namespace) -> Iterator[list[Row]]:
     rows = gathered(given.rows, given.device)
     if not rows:
         raise SystemExit(f"no rows of device {given.device} in {', '.join(given.rows)}")
-    images = pictures(rows, given.document.parent / "figures")
+    cpu_rows = gathered(given.cpu_rows, "cpu")
+    images = pictures(rows, given.document.parent / "figures", cpu_rows)
     for document, parts in (
         (given.document, [*(image.markdown(given.document) for image in images), *brief(rows)]),
-        (given.results, [*sections(rows), *tables(*on_cpu.parts(gathered(given.cpu_rows, "cpu")))]),
+        (given.results, [*sections(rows), *tables(*on_cpu.parts(cpu_rows))]),
         (given.tables, long_sections(rows)),
     ):
         written(document, "\n\n".join([machines(rows), *parts]))

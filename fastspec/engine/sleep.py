@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,12 +75,33 @@ class Asleep:
             for storage in self._zeroed:
                 _bytes(storage).zero_()
             for storage, values in self._saved:
-                _bytes(storage).copy_(values)
+                _bytes(storage).copy_(values, non_blocking=True)
         engine.finish()
 
     def recapture(self, engine: Engine) -> None:
         """Captures all decode steps and prefill passes again that were captured before the engine slept."""
         engine.capture_again(self._steps)
+
+    def _keep(
+        self,
+        emptied: Mapping[int, torch.UntypedStorage],
+        caches: Container[int],
+        weights: Container[int],
+    ) -> None:
+        """Notes what `regain` does with each storage. Queues the copies to host memory.
+
+        Args:
+            emptied: key -> storage whose memory will be released.
+            caches, weights: keys of the storages whose contents are dropped, and of those that will be loaded again.
+        """
+        others = [storage for key, storage in emptied.items() if key not in caches and key not in weights]
+        self._emptied += [(storage, storage.nbytes()) for storage in emptied.values()]
+        self._zeroed += [storage for key, storage in emptied.items() if key in caches]
+        for storage, zero in zip(others, _all_zero(others), strict=True):
+            if zero:
+                self._zeroed.append(storage)
+            else:
+                self._saved.append((storage, _to_host(storage)))
 
 
 def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[Any]) -> Asleep:
@@ -102,23 +123,19 @@ def lay_down(engine: Engine, level: int, kept: Sequence[Any], dropped: Sequence[
     caches = storages(_caches(objects))
     weights = storages(dropped)
     with engine.on_device():
-        for key, storage in {**storages(roots, objects), **weights}.items():
-            if key in stays or storage.nbytes() < _SMALL or storage.device != device:
-                continue
-            asleep.freed += storage.nbytes()
-            if not storage.resizable():
-                _give_pages_back(storage)
-                continue
-            if key not in weights:
-                zero = key in caches or not bool(_bytes(storage).any())
-                if zero:
-                    asleep._zeroed.append(storage)
-                else:
-                    asleep._saved.append((storage, _bytes(storage).to("cpu", copy=True)))
-            asleep._emptied.append((storage, storage.nbytes()))
-        if device.type == "cuda":
+        freed = {
+            key: storage
+            for key, storage in {**storages(roots, objects), **weights}.items()
+            if key not in stays and storage.nbytes() >= _SMALL and storage.device == device
+        }
+        movable = {key: storage for key, storage in freed.items() if storage.resizable()}
+        asleep.freed += sum(storage.nbytes() for storage in freed.values())
+        asleep._keep(movable, caches, weights)
+        if device.type == "cuda":  # once for all copies
             torch.cuda.synchronize(device)
-        for storage, _ in asleep._emptied:
+        for key in freed.keys() - movable.keys():
+            _give_pages_back(freed[key])
+        for storage in movable.values():
             storage.resize_(0)
     for each in reachable(dropped):
         if isinstance(each, Blocked):
@@ -143,6 +160,19 @@ def held_bytes(engine: Engine, *others: Any) -> int:
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _all_zero(storages: Sequence[torch.UntypedStorage]) -> list[bool]:
+    """Returns for each storage whether all its bytes are 0. Waits once for all of them."""
+    found = [_bytes(storage).any().logical_not() for storage in storages]
+    return torch.stack(found).tolist() if found else []
+
+
+def _to_host(storage: torch.UntypedStorage) -> Tensor:
+    """Copies a storage to host memory. The copy of a GPU's storage is only queued, and its host memory is pinned."""
+    there = storage.device.type == "cuda"
+    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=there)
+    return copy.copy_(_bytes(storage), non_blocking=there)
 
 
 def _caches(objects: Iterable[object]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -241,6 +242,25 @@ def test_a_generator_in_use_does_not_sleep(gen: FastSpecGenerator) -> None:
     gen.wake()
     gen.resume()
     assert len(waiting.result().new_tokens[0]) == 3
+
+
+@pytest.mark.gpu
+def test_contents_are_saved_with_one_wait() -> None:
+    values = [torch.arange(count, device="cuda") for count in (9, 4096, 100_000)]
+    held = [each.untyped_storage() for each in (*values, torch.zeros(50, device="cuda"))]
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as waits:
+            warnings.simplefilter("always")
+            zero = sleeping._all_zero(held)
+            copies = [sleeping._to_host(each) for each in held[:3]]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert sum("synchronizing" in str(each.message) for each in waits) == 1
+    assert zero == [False, False, False, True]
+    for value, copy in zip(values, copies, strict=True):
+        assert torch.equal(copy.view(torch.int64), value.cpu())
 
 
 @pytest.mark.gpu

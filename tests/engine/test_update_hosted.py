@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from fastspec import CheckpointError, FastSpecGenerator, NGram, UnsupportedModel
+from fastspec.models.hosted.info import shell_of
+from fastspec.models.hosted.stored_names import load_stored
 from fastspec.models.hosted.updates import _Refiller
 from fastspec.output import GenerateOutput
 from tests.helpers import hosted
@@ -64,6 +68,54 @@ def test_results_are_those_of_a_new_generator(name: str, tmp_path: Path) -> None
         assert result(gen) not in (before, wanted)
         gen.update_weights({key: each for key, each in state.items() if ".1." not in key})
         assert result(gen) == wanted
+
+
+def test_a_part_by_the_checkpoints_names(tmp_path: Path) -> None:
+    """Matrices of experts, which transformers joins, are given one by one. A part of a joined one changes nothing."""
+    old, new = saved(tmp_path, "deepseek_v3")
+    stored, wanted = load_file(new / "model.safetensors"), fresh(new)
+    layer = {key: each for key, each in stored.items() if ".layers.1." in key}
+    expert = {key: -each for key, each in layer.items() if "experts.0." in key}
+    assert len(expert) == 3
+    with making(old) as gen:
+        before = result(gen)
+        gen.update_weights(layer)
+        assert result(gen) not in (before, wanted)
+        gen.update_weights({key: each for key, each in stored.items() if key not in layer})
+        assert result(gen) == wanted
+        other = {"model.layers.1.other": stored["model.norm.weight"]}
+        for part, message in ((expert, "give all tensors it is made of"), ({**stored, **other}, "layers.1.other")):
+            with pytest.raises(CheckpointError, match=f"is hosted.* names of a checkpoint; as such, .*{message}"):
+                gen.update_weights({key: -each for key, each in part.items()})
+            assert result(gen) == wanted
+
+
+def test_a_tied_matrix_by_one_of_its_names(tmp_path: Path) -> None:
+    """Where transformers calls the head otherwise than the checkpoint."""
+    old, new = saved(tmp_path, "gpt_neox", tie_word_embeddings=True)
+    stored = load_file(new / "model.safetensors")
+    table = stored.pop("gpt_neox.embed_in.weight")
+    assert "embed_out.weight" not in stored
+    with making(old) as gen:
+        gen.update_weights({**stored, "embed_out.weight": table})
+        assert result(gen) == fresh(new)
+        with pytest.raises(CheckpointError, match="and this model ties them"):
+            gen.update_weights({**stored, "embed_out.weight": table, "gpt_neox.embed_in.weight": -table})
+        assert result(gen) == fresh(new)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_renamed_tensors_stay_on_their_device(device: str) -> None:
+    """They are not copied, and joined ones are joined there."""
+    model = hosted.make_model("deepseek_v3")
+    stored = {name: each.to(device) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
+    module: Any = shell_of(type(model), model.config)
+    load_stored(module, stored, torch.device(device))
+    name = "model.layers.1.self_attn.o_proj.weight"
+    assert module.get_parameter(name).data_ptr() == stored[name].data_ptr()
+    joined = module.model.layers[1].mlp.experts.down_proj
+    assert torch.equal(joined[3], stored["model.layers.1.mlp.experts.3.down_proj.weight"])
+    assert {each.device.type for each in module.parameters()} == {device}
 
 
 @pytest.mark.parametrize(

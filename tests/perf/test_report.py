@@ -90,7 +90,8 @@ def files(tmp_path: Path) -> list[str]:
         "beside": [
             {**HERE, "bench": "cpu", "device": "cpu", "engine": "fastspec plain", "workload": "a model", **more}
             for more in ({"commit": "0ld", "over_plain": 0.5}, {"commit": "c0ffee", "over_plain": 1.25})
-        ],
+        ]
+        + [{**HERE, "bench": "grpo", "device": "cpu", "gpu": None, "k": k, "rewards": [0.1, 0.3]} for k in (0, 4)],
     }.items():
         records.append(tmp_path / f"{name}.jsonl", rows)
     return [str(tmp_path / f"{name}.jsonl") for name in ("suite", "kernels", "gate", "missing")]
@@ -126,7 +127,7 @@ def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files
             assert "| cpu |" not in text
     page, results, log = texts
     assert "| a model | 1.25 | c0ffee |" in results
-    assert "5 pictures" in row["status"]
+    assert "6 pictures" in row["status"]
     assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in page
     assert "| 8b+1b, batch 1, prompt 128, greedy | fastspec k=4 | 4 | 8 |" in results
     assert "27 (3)" in results
@@ -138,7 +139,10 @@ def test_tables_and_pictures_are_written_between_the_marks(tmp_path: Path, files
     # an older row had no shape of its own
     assert of_one_gpu == [["8b, 1 x 1024", "6", "7", "G"], ["8b, 1 x 1024", "6", "9", "H"]]
     pictures = sorted((tmp_path / "docs" / "figures").glob("*.png"))
-    assert [path.stem for path in pictures] == ["gain_over_acceptance", "peers", "roofline", "step", "tokens_over_k"]
+    assert [path.stem for path in pictures] == [
+        "gain_over_acceptance", "peers", "rewards", "roofline", "step", "tokens_over_k",
+    ]  # fmt: skip
+    assert "Rewards are equal, bit for bit. a CPU; abc1234." in page
     assert all(f"figures/{path.name}" in page and 5000 < path.stat().st_size < MOST_BYTES for path in pictures)
 
 
@@ -156,6 +160,7 @@ def test_without_rows_there_is_no_picture(tmp_path: Path) -> None:
         plots.gain_over_acceptance([]),
         plots.beside([]),
         plots.by_format([]),
+        plots.rewards([]),
     )
     assert [plots.save("x", tmp_path, draw) for draw in nothing] == [None] * len(nothing)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from fastspec import FastSpecGenerator, InvalidLogits, NGram, UnsupportedOption
+from fastspec import FastSpecGenerator, InvalidLogits, NGram, Suffix, UnsupportedOption
 from fastspec.engine.scores import SCORED, PromptScores
 from fastspec.grammar.row import GivenTokens
 from fastspec.inputs import scored as scored_inputs
@@ -21,7 +21,7 @@ from fastspec.output import GenerateOutput, ScoreOutput
 from fastspec.sampling import processors
 from fastspec.sampling.distribution import SamplerRows, compute_probs, sampled_logits
 from fastspec.shapes import LONG_PROMPT
-from tests.helpers import families, hosted, hybrid
+from tests.helpers import families, hosted, hybrid, quantised
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.dflash import Head, write_z_lab
 from tests.helpers.heads import HIDDEN, LAYERS, VOCAB, eagle3_tensors, write_speculators
@@ -32,8 +32,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:drafting does not pay:UserWarning"),  # nor do they pay
 ]
 NEW = 21
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}
 OPTIONS: dict[str, Any] = {"max_length": 256, "max_batch_size": 3, "device": "cpu", "progress": False}
-PROPOSERS = ("none", "ngram", "model", "coupled", "auto", "eagle3", "dflash", "mtp")
+PROPOSERS = ("none", "ngram", "model", "coupled", "auto", "suffix", "eagle3", "dflash", "mtp")
 
 
 def prompts_of(vocab: int, lengths: tuple[int, ...] = (1, 2, 70, 9)) -> list[list[int]]:
@@ -54,6 +55,7 @@ def made(kind: str, path: Path, dtype: str, **more: Any) -> FastSpecGenerator:
             "verification": "coupled",
         },
         "auto": lambda: {"proposer": NGram(), "num_speculative_tokens": "auto"},
+        "suffix": lambda: {"proposer": Suffix(remember="prompt"), "verification": "coupled"},
         "eagle3": lambda: {"draft": write_speculators(path / "head", eagle3_tensors(std=0.5), boundaries=[2, 4, 5])},
         "dflash": lambda: {"draft": write_z_lab(path / "head", Head(HIDDEN, VOCAB, target_layers=LAYERS, mask_id=10))},
     }
@@ -396,6 +398,12 @@ def test_hosted_models(name: str) -> None:
 def test_rounded_targets(form: str, tmp_path: Path) -> None:
     kv = {"kv_dtype": "fp8"} if form == "fp8" else {}
     with made("ngram", tmp_path, "bfloat16", target_quantization=form, **kv) as gen:
+        check_law(gen, VOCAB)
+
+
+def test_a_target_that_is_stored_quantised(tmp_path: Path) -> None:
+    quantised.write(make_checkpoint(tmp_path / "values", "llama3"), tmp_path / "codes", AWQ, quantised.awq(8))
+    with FastSpecGenerator(tmp_path / "codes", proposer=NGram(), dtype="float32", **OPTIONS) as gen:
         check_law(gen, VOCAB)
 
 

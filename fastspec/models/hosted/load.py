@@ -73,7 +73,7 @@ def load_hosted(
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
         values = stored_values(checkpoint.directory, info, dtype, codes)
-        with _bars(progress):
+        with bars(progress):
             source, release = read_module(values or checkpoint.directory, info, dtype, checkpoint.name), True
     shell = part_shell(info)
     if info.cut is not None:
@@ -85,7 +85,7 @@ def load_hosted(
 
 
 @contextmanager
-def _bars(shown: bool) -> Iterator[None]:
+def bars(shown: bool) -> Iterator[None]:
     """Context manager in which transformers shows progress bars only if `shown`. Restores the setting at the end."""
     before = logging.is_progress_bar_enabled()
     if not shown:
@@ -119,9 +119,7 @@ def stored_values(
     return text_values(directory) if info.whole else None
 
 
-def read_module(
-    source: Path | dict[str, Tensor], info: HostedInfo, dtype: torch.dtype, name: str, *, exact: bool = False
-) -> nn.Module:
+def read_module(source: Path | dict[str, Tensor], info: HostedInfo, dtype: torch.dtype, name: str) -> nn.Module:
     """Makes transformers' module of a model with weights, on the CPU. Runs no code of the checkpoint, reads no pickle.
 
     Args:
@@ -129,7 +127,6 @@ def read_module(
         info: the model.
         dtype: dtype of the weights.
         name: name of the checkpoint, for messages.
-        exact: True to refuse tensors that the model does not have. False: they are named in a warning.
 
     Raises:
         CheckpointError: the tensors do not match the config.
@@ -150,10 +147,7 @@ def read_module(
             )
     except (OSError, RuntimeError, ValueError, TypeError, LookupError) as error:
         raise CheckpointError(f"{name}: transformers cannot load it: {error}; download it again") from error
-    refused = ["missing_keys", "mismatched_keys", "error_msgs"]
-    if exact:
-        refused.append("unexpected_keys")
-    for kind in refused:
+    for kind in ("missing_keys", "mismatched_keys", "error_msgs"):
         if found := sorted(map(str, told.get(kind) or ())):
             raise CheckpointError(f"{name}: {kind}: {', '.join(found[:3])}; is it the config of these weights?")
     if others := sorted(told.get("unexpected_keys") or ()):

@@ -27,9 +27,10 @@ from fastspec.models.checkpoints.updates import WHERE, GivenTensors, NewWeights,
 from fastspec.models.hosted.codes import ProductCodes, rounding_of
 from fastspec.models.hosted.cuts import part_shell
 from fastspec.models.hosted.info import HostedInfo, shell_of
-from fastspec.models.hosted.load import Filler, read_module, stored_values
+from fastspec.models.hosted.load import Filler, bars, read_module, stored_values
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.probe import base_name
+from fastspec.models.hosted.stored_names import load_stored
 from fastspec.models.hosted.swaps import NormSwap
 from fastspec.models.text_parts import text_name
 
@@ -124,7 +125,7 @@ def checked_hosted_update(values: NewWeights, weights: HostedWeights) -> HostedU
 
     Args:
         values: a directory, a Hub id, a loaded model, a state_dict, or pairs of a name and a tensor. Names are those of
-            transformers' module. If all tensors are given, names of the checkpoint are accepted, too.
+            transformers' module, or those of the checkpoint.
         weights: weights of the model.
 
     Raises:
@@ -212,18 +213,25 @@ def _of_tensors(given: GivenTensors, weights: HostedWeights) -> HostedUpdate:
         if own is not None:  # else it belongs to another part of the whole model
             named[own] = name
     if others := sorted(named.keys() - places.keys()):
-        return _of_stored_names({own: given.read(name) for own, name in named.items()}, others, weights)
+        values = {own: given.read(name) for own, name in named.items()}
+        _fill_by_stored_names(source, places, values, others, weights)
+        return _checked(source, weights)
     for own, name in named.items():
         _check_info(own, infos[name], places[own].tensor)
     for place in {places[own].names: places[own] for own in named}.values():
-        first, *copies = (given.read(named[own]) for own in place.names if own in named)
-        if not all(torch.equal(first, copy) for copy in copies):
-            raise CheckpointError(
-                f"{WHERE}: {' is not '.join(place.names)}, and this model ties them; leave one out, or make a new "
-                "generator"
-            )
-        _put(source, place, first.to(_dtype_in_use(weights, place.names[0])))
+        tensor = _one_of(place, {name: given.read(named[name]) for name in place.names if name in named})
+        _put(source, place, tensor.to(_dtype_in_use(weights, place.names[0])))
     return _checked(source, weights)
+
+
+def _one_of(place: _Place, values: Mapping[str, Tensor]) -> Tensor:
+    """Returns the new value of a parameter, which is given under one or more of its names. Refuses different values."""
+    first, *copies = values.values()
+    if not all(torch.equal(first, copy) for copy in copies):
+        raise CheckpointError(
+            f"{WHERE}: {' is not '.join(place.names)}, and this model ties them; leave one out, or make a new generator"
+        )
+    return first
 
 
 def _check_info(name: str, info: TensorInfo, wanted: Tensor) -> None:
@@ -232,25 +240,37 @@ def _check_info(name: str, info: TensorInfo, wanted: Tensor) -> None:
         check_dtype(name, info)
 
 
-def _of_stored_names(tensors: dict[str, Tensor], others: list[str], weights: HostedWeights) -> HostedUpdate:
-    """Makes a module of tensors with the names of a checkpoint, which transformers renames. All must be given.
+def _fill_by_stored_names(
+    source: nn.Module,
+    places: Mapping[str, _Place],
+    values: dict[str, Tensor],
+    others: list[str],
+    weights: HostedWeights,
+) -> None:
+    """Puts tensors with the names of a checkpoint, which transformers renames, into a module on the meta device.
 
     Args:
-        tensors: all tensors.
+        source: the module.
+        places: its parameters and buffers, see `_places`.
+        values: the new tensors. They stay on the device of the weights if they are there.
         others: names that the module does not have.
         weights: the weights in use.
     """
-    values = {name: each.cpu() for name, each in tensors.items()}
+    for place in places.values():
+        _put(source, place, torch.empty_like(place.tensor, dtype=_dtype_in_use(weights, place.names[0]), device="meta"))
     try:
-        with _silent():
-            source = read_module(values, weights.info, weights.dtype, WHERE, exact=True)
+        with _silent(), bars(shown=False):
+            load_stored(source, values, weights.device)
     except CheckpointError as error:
         checkpoint, kind = weights.checkpoint, weights.info.kind.__name__
         raise CheckpointError(
             f"{WHERE}: {listing(others)} unexpected; the {checkpoint.role} {checkpoint.name} is hosted, and has no "
-            f"such tensors. Give names of {kind}, or all tensors of a checkpoint; as such, {error}"
+            f"such tensors. Give names of {kind}, or names of a checkpoint; as such, {error}"
         ) from error
-    return _checked(source, weights)
+    state = source.state_dict()
+    for place in {place.names: place for place in places.values()}.values():
+        if new := {name: state[name] for name in place.names if not state[name].is_meta}:
+            _put(source, place, _one_of(place, new))
 
 
 @contextmanager
