@@ -1,8 +1,8 @@
 """Waiting times of requests that arrive at once: `python -m perf arrivals`, models of real shape, drawn weights.
 
-Requests are submitted together to an idle generator, and each is read as a stream. A row has the time to the first token
-and the time between two tokens of a stream, median and 99th percentile, over all requests of all rounds. Tokens that
-arrive together have no time between them. Drafts are accepted at a set rate (`SyntheticAcceptance`).
+Requests are submitted together to an idle generator, and each is read as a stream. A row has the time to the first
+token and the time between two tokens of a stream, median and 99th percentile, over all requests of all rounds. Tokens
+that arrive together have no time between them. Drafts are accepted at a set rate (`SyntheticAcceptance`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """First calls of fresh processes, kernel caches empty and full: `python -m perf first_calls`.
 
-A process makes a generator, and calls it once greedily or sampled, and then again. The generator compiles the kernels of
-sampled steps in the background, so the first sampled call may wait for them. A row has the seconds of each part, the
-kernels for which the call waited, when the slowest kernels began and ended, and when each compilation of the engine did,
-in seconds after the imports.
+A process makes a generator, and calls it once greedily or sampled, and then again. The generator compiles the kernels
+of sampled steps in the background, so the first sampled call may wait for them. A row has the seconds of each part, the
+kernels for which the call waited, when the slowest kernels began and ended, and when each compilation of the engine
+did. These times count from the end of the imports.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from perf.startup import said_by
 from perf.workloads import OWN, SHIPPED
 
 # name of a call -> options of `generate`
-CALLS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
-    "greedy": {"do_sample": False},
-    "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 1},
-    "top_p": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1},
-    "top_k": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0, "seed": 1},
-    "min_p": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "seed": 1},
-})
+CALLS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "greedy": {"do_sample": False},
+        "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 1},
+        "top_p": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "seed": 1},
+        "top_k": {"do_sample": True, "temperature": 0.8, "top_k": 50, "top_p": 1.0, "seed": 1},
+        "min_p": {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.05, "seed": 1},
+    }
+)
 SHOWN = 6  # slowest kernels of a row
 COLUMNS = ("kernels", "k", "first call", "make", "call", "again", "others", "waited", "slowest")
 CHILD = """

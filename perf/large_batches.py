@@ -1,8 +1,8 @@
 """Large batches on models of real shape with drawn weights: `python -m perf large_batches`.
 
 Steps without drafts, with fixed numbers of drafts, and with the number that "auto" picks. Drafts are accepted at a set
-rate (`SyntheticAcceptance`), because those of drawn weights never would be. The rows also have the temporary memory that
-the plan allows for, and what the calls took at most.
+rate (`SyntheticAcceptance`), because those of drawn weights never would be. The rows also have the temporary memory
+that the plan allows for, and what the calls took at most.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rows_of_batch(generator: FastSpecGenerator, batch: int, ks: Sequence[int], n
 
 
 def _allocated(generator: FastSpecGenerator, *, reset: bool = False) -> int:
-    """The most bytes that torch had reserved on the device; with `reset` it forgets them, and tells those of now."""
+    """The most bytes that torch had allocated on the device; with `reset` it forgets them, and tells those of now."""
     device = torch.device(generator.device)
     if device.type != "cuda":
         return 0
