@@ -34,7 +34,8 @@ COLUMNS = ("batch", "acceptance", "k", "tok_s", "over_plain", "over_best", "ms_s
 def rows_of_batch(generator: FastSpecGenerator, batch: int, ks: Sequence[int], new: int, vocab: int) -> list[Row]:
     """A row for each k and for "auto", whose calls take turns over the same prompts."""
     ids = torch.randint(vocab, (batch, PROMPT), generator=torch.Generator().manual_seed(batch)).tolist()
-    arms = {k: Arm(generator, k) for k in (*ks, AUTO)}
+    arms: dict[int | str, Arm] = {k: Arm(generator, k) for k in ks}
+    arms[AUTO] = Arm(generator, AUTO)
     for arm in arms.values():
         generate(arm, ids, min(new, 12))  # captures
     before = _allocated(generator, reset=True)
