@@ -12,13 +12,16 @@ import torch
 
 from perf import (
     anchors,
+    arrivals,
     auto,
     bench,
     counted,
     cpu,
     drafters,
+    first_calls,
     first_token,
     gate,
+    large_batches,
     loading,
     lookup,
     perplexity,
@@ -108,8 +111,11 @@ def parser() -> argparse.ArgumentParser:
     serving.add_servers_options(command(serving.command_servers))
     anchors.add_options(command(anchors.command_anchors))
     first_token.add_options(command(first_token.command_prompts))
+    large_batches.add_options(command(large_batches.command_large_batches))
+    arrivals.add_options(command(arrivals.command_arrivals))
     cpu.add_options(command(cpu.command_cpu))
     startup.add_options(command(startup.command_startup))
+    first_calls.add_options(command(first_calls.command_first_calls))
     loading.add_options(command(loading.command_loading))
     lookup.add_options(command(lookup.command_lookup))
     perplexity.add_options(command(perplexity.command_perplexity))

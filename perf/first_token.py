@@ -1,6 +1,7 @@
 """Time to the first token of prompts, on models of real shape with drawn weights: `python -m perf prompts`.
 
-No prefix cache. vLLM's times of the same settings stand beside ours; they are of another day and another card.
+No prefix cache. vLLM's times of the same settings stand beside ours; they are of another day and another card. With
+several `--formats` of the target's weights, each case is measured with every format, and compared with the first.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,8 @@ from perf.experiment import Arm, generate, say
 from perf.records import Row
 
 CALLS = 5
-COLUMNS = ("gpu", "batch", "prompt", "k", "first_ms", "vllm_ms", "over_vllm", "commit")
+STORED = "bf16"
+COLUMNS = ("gpu", "format", "batch", "prompt", "k", "first_ms", "vllm_ms", "over_vllm", "over_first_format", "commit")
 # milliseconds of vLLM 0.26 by batch and prompt: Llama-3.1-8B's shape in bf16 on one H100
 VLLM = MappingProxyType({
     (1, 128): 10.8, (1, 512): 15.4, (1, 2048): 53.7, (1, 8192): 219, (1, 32000): 1188,
@@ -54,23 +56,31 @@ def measured(generator: FastSpecGenerator, case: Case, k: int, vocab: int, vllm:
     return row | ({} if vllm is None else {"vllm_ms": vllm, "over_vllm": round(first / vllm, 3)})
 
 
-def rows_of(cases: list[Case], ks: list[int], device: str, *, tiny: bool = False) -> Iterator[list[Row]]:
-    """Measures cases, with a generator of its own for each, that is as large as the case needs."""
+def rows_of(
+    cases: list[Case], ks: list[int], device: str, formats: Sequence[str] = (STORED,), *, tiny: bool = False
+) -> Iterator[list[Row]]:
+    """Measures cases, with a generator of its own for each format, that is as large as the case needs."""
     fit = small if tiny else dict
     dtype = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    vocab = fit(SHAPES["8b"])["vocab_size"]
     with tempfile.TemporaryDirectory() as scratch, shaped.drawn(device):
         target, draft = (write_model(Path(scratch, name), fit(SHAPES[name])) for name in ("8b", "1b"))
         for batch, prompt in cases:
-            start = time.perf_counter()
-            options: dict[str, Any] = {"max_batch_size": batch, "max_length": prompt + 32, "dtype": dtype}
-            if max(ks):
-                options |= {"draft": draft, "num_speculative_tokens": max(ks), "draft_quantization": None}
-            with FastSpecGenerator(target, **options, device=device, prefix_cache=False, progress=False) as generator:
-                vocab = fit(SHAPES["8b"])["vocab_size"]
-                vllm = None if tiny else VLLM.get((batch, prompt))
-                rows = [measured(generator, (batch, prompt), k, vocab, vllm) for k in ks]
-            say(f"{batch} prompts of {prompt}: {time.perf_counter() - start:.1f} s")
-            yield rows
+            base: dict[int, float] = {}  # k -> time of the first format
+            for form in formats:
+                start = time.perf_counter()
+                options: dict[str, Any] = {"max_batch_size": batch, "max_length": prompt + 32, "dtype": dtype}
+                options["target_quantization"] = None if form == STORED else form
+                if max(ks):
+                    options |= {"draft": draft, "num_speculative_tokens": max(ks), "draft_quantization": None}
+                vllm = None if tiny or form != STORED else VLLM.get((batch, prompt))
+                with FastSpecGenerator(target, **options, device=device, prefix_cache=False, progress=False) as made:
+                    rows = [measured(made, (batch, prompt), k, vocab, vllm) for k in ks]
+                for row in rows:
+                    first = row["first_ms"]
+                    row |= {"format": form, "over_first_format": round(first / base.setdefault(row["k"], first), 3)}
+                say(f"{batch} prompts of {prompt}, {form}: {time.perf_counter() - start:.1f} s")
+                yield rows
 
 
 def add_options(made: argparse.ArgumentParser) -> None:
@@ -78,9 +88,10 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(columns=COLUMNS)
     made.add_argument("--cases", type=case_of, nargs="+", default=list(VLLM), help="such as 8x512: batch and tokens")
     made.add_argument("--ks", type=int, nargs="+", default=[0, 4], help="drafts a step; 0 is plain")
+    made.add_argument("--formats", nargs="+", default=[STORED], help=f"of the target: {STORED}, fp8, int8, int4 ..")
     made.add_argument("--small", action="store_true", help="tiny models: shows that the measuring works")
 
 
 def command_prompts(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Time to the first token of prompts, beside vLLM's as measured on another day."""
-    yield from rows_of(given.cases, given.ks, given.device, tiny=given.small)
+    yield from rows_of(given.cases, given.ks, given.device, given.formats, tiny=given.small)

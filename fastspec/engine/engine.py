@@ -167,9 +167,10 @@ class Engine:
         """
         ops, others = self.modules.ops, list(behind)
         with ops.compiling(compilers), self.idle(self.state.batch):
-            with ops.compiling_behind(early=True) if others else nullcontext() as uncached:
-                for rows, shape in others[:_EARLY] if uncached is not None else ():
-                    self._body(rows, shape)()
+            for rows, shape in others[:_EARLY]:  # the first step's kernels compile while the second is queued
+                with ops.compiling_behind(early=True) as uncached:
+                    if uncached is not None:
+                        self._body(rows, shape)()
             for rows, shape in steps:
                 self._body(rows, shape)()
             for body in self.prompts.bodies() if prompts else ():

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 
 from fastspec.engine.engine import Engine
 from fastspec.engine.prompt_passes import PromptPart
@@ -92,14 +92,24 @@ class PrefillQueue:
     """
 
     engine: Engine
-    waiting: deque[Request] = field(default_factory=deque)
+    waiting: deque[Request] = field(default_factory=deque, init=False)
     request: Request | None = None
     row: int = 0
+    _short: int = 0  # number of waiting requests with a short prompt
     # row -> last tokens of its prompt, which wait for those of other prompts
     _deferred: dict[int, LastPart] = field(default_factory=dict)
     _target: Passes = field(default_factory=lambda: Passes(0, 0))
     _draft: Passes | None = None  # passes of the draft; None: the draft catches up later, in steps
     _refused: tuple[Request, int] | None = None  # request that did not fit, and the number of free and idle pages then
+
+    def add(self, request: Request) -> None:
+        """Adds a request at the end of the queue."""
+        self.waiting.append(request)
+        self._short += self._is_short(request)
+
+    def _is_short(self, request: Request) -> bool:
+        """True if the whole prompt takes at most half of a shared pass."""
+        return len(request.prompt) <= self.engine.sizes.batch_tokens // 2
 
     def begin(self, rows: Collection[int], positions: int) -> tuple[Request, tuple[int, ...]] | None:
         """Gives the first waiting request the lowest free batch slot, and pages of the KV cache.
@@ -130,6 +140,7 @@ class PrefillQueue:
             prefix.make_room(table.pages_for(positions) - len(shared), nodes)
         pages = table.reserve(row, positions, shared)
         self.waiting.popleft()
+        self._short -= self._is_short(request)
         self.request, self.row, self._refused, request.nodes = request, row, None, nodes
         if prefix is not None:
             request.cached = known * prefix.unit
@@ -164,13 +175,7 @@ class PrefillQueue:
         Args:
             running: number of requests that are decoding.
         """
-        longest = self.engine.sizes.batch_tokens // 2
-        if not longest:
-            return 1
-        enough = -(-_MAX_BUDGETS * max(1, running) // _PATIENCE)  # so many short prompts give the largest result
-        short = (request for request in self.waiting if len(request.prompt) <= longest)
-        count = sum(1 for _ in islice(short, enough))  # a step does not look at each of very many requests
-        return max(1, min(_MAX_BUDGETS, _PATIENCE * count // max(1, running)))
+        return max(1, min(_MAX_BUDGETS, _PATIENCE * self._short // max(1, running)))
 
     def plan(self, *, drafting: bool, max_tokens: int | None) -> None:
         """Splits the prompt of `request` into prefill passes.
@@ -353,6 +358,7 @@ class PrefillQueue:
                 self.engine.prefix_states.forget(request)
         else:
             self.waiting.remove(request)
+            self._short -= self._is_short(request)
 
     def reset(self) -> None:
         """Forgets the prompts that were being prefilled, and clears the prefix cache. Waiting requests stay."""

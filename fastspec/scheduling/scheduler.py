@@ -188,7 +188,7 @@ class Scheduler:
             request, call = self._arrivals.get_nowait()
             if call is not None:
                 self._calls[request] = call
-                self._queue.waiting.append(request)
+                self._queue.add(request)
             elif request in self._calls:
                 self._drop(request)
 
