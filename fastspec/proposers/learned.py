@@ -124,7 +124,16 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
 
-    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int, picks: Tensor) -> None:
+    def _draw(
+        self,
+        state: DecodeState,
+        shape: StepShape,
+        draws: Draws,
+        x: Tensor,
+        j: int,
+        picks: Tensor,
+        model: Model | None = None,
+    ) -> None:
         """Draws draft token j of every sequence from the head's output. Writes token and distribution to `state`.
 
         Args:
@@ -132,8 +141,9 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
             x: [B, 1, hidden], output of the head.
             j: index of the draft token, from 0.
             picks: int64 [B] of zeros, work area for the head's ids.
+            model: computes the logits. None: the head.
         """
-        model = self.model
+        model = model or self.model
         if shape.sampler != GREEDY:
             self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
         elif self._map is None:

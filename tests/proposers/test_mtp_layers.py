@@ -49,7 +49,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made_with(tmp_path_factory.mktemp("three"), "mimo-v2", 3)
 
 
-@pytest.mark.parametrize(("layout", "depth"), [("mimo-v2", 3), ("mtp", 2)])
+@pytest.mark.parametrize(("layout", "depth"), [("mimo-v2", 3), ("mtp", 2), ("step", 3), ("step", 1)])
 def test_drafts_are_those_of_the_whole_text(layout: str, depth: int, three: Made, tmp_path: Path) -> None:
     """Rows are admitted, moved and end; drafts are paused; there are more drafts than layers, and fewer."""
     target, truth = three if layout == "mimo-v2" else made_with(tmp_path, layout, depth)
