@@ -70,8 +70,9 @@ class MtpHead(DraftHead):
 
 def layer_variant(model: PreTrainedModel) -> Variant:
     """What an MTP layer for a target has beyond a Llama's layer: norms of queries and keys, and the target's rope."""
-    names, rope = model.model.layers[-1].state_dict(), model.model.rotary_emb
-    return Variant(qk_norm="self_attn.q_norm.weight" in names, frequencies=tuple(rope.inv_freq.tolist()))
+    names, plain = model.model.layers[-1].state_dict(), model.config.rope_parameters["rope_type"] == "default"
+    frequencies = () if plain else tuple(model.model.rotary_emb.inv_freq.tolist())
+    return Variant(qk_norm="self_attn.q_norm.weight" in names, frequencies=frequencies)
 
 
 @torch.no_grad()
@@ -92,7 +93,9 @@ def check_layer(model: PreTrainedModel, shape: HeadShape) -> None:
         states = inner(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
         before, after = (each.float().cpu() for each in states[-2:])
         found = F.rms_norm(block(before, 0, Past()), (shape.hidden,), inner.norm.weight.float().cpu(), shape.rms_eps)
-        fits = bool((found - after).norm() < (1e-4 if model.dtype == torch.float32 else 5e-2) * after.norm())  # rounding
+        fits = bool(
+            (found - after).norm() < (1e-4 if model.dtype == torch.float32 else 5e-2) * after.norm()
+        )  # rounding
     if not fits:
         raise ValueError(
             f"The layers of this {type(model).__name__} are not those of a Llama or a Qwen3 with full attention and "

@@ -13,6 +13,8 @@ from torch import Tensor
 from fastspec import FastSpecGenerator
 from tests.helpers.mtp import MtpDefinition
 from tests.helpers.tiny_targets import VOCAB, tiny_model
+from tests.tools.heads.test_corpus import folder_of, save_tokenizer, texts
+from tools.heads.__main__ import main
 from tools.heads.evaluate import decode, draft_with
 from tools.heads.mtp import load_mtp, save_mtp
 from tools.heads.recipe import Recipe
@@ -112,3 +114,25 @@ def test_a_second_layer_and_another_family_are_refused(target: Target, trained: 
     other = Target(tiny_model("llama", attention_bias=True), LAST)
     with pytest.raises(ValueError, match="Train an EAGLE-3 head"):
         make_head(other, torch.arange(VOCAB), RECIPE)
+
+
+def test_the_command_trains_writes_and_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, out = tmp_path / "target", tmp_path / "with"
+    tiny_model("qwen3").save_pretrained(target)
+    save_tokenizer(target)
+    corpus = folder_of(tmp_path / "corpus", texts(200, 40))
+    common = [str(target), str(corpus), "--device", "cpu", "--dtype", "float32", "--places", "2", "--prompts", "2"]
+    common += ["--prompt-length", "8", "--new-tokens", "10", "--out"]
+    sizes = {"steps": 3, "unroll": 2, "own-rows": 4, "own-length": 16, "own-prompts": 4, "real-rows": 2}
+    training = [f"--{name}={value}" for name, value in {**sizes, "real-length": 16, "batch-tokens": 64}.items()]
+    assert main([*common, str(out), *training, "--mtp"]) == 0
+    assert not (out / "draft_vocab.json").exists()  # it drafts all
+    assert main([*common, str(tmp_path / "again"), "--measure", str(out)]) == 0
+    reports = [json.loads((folder / "report.json").read_text()) for folder in (out, tmp_path / "again")]
+    assert reports[0]["held_out"] == reports[1]["held_out"]
+    with FastSpecGenerator(out, "mtp", max_batch_size=1, max_length=32, dtype="float32") as generator:
+        assert "MTP head" in generator.explain()
+    for option in ("--intermediate", "--mask-id"):
+        with pytest.raises(SystemExit):
+            main([*common, str(out), "--mtp", option, "5"])
+        assert f"--mtp does not go with {option}" in capsys.readouterr().err
