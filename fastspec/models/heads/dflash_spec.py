@@ -14,7 +14,7 @@ from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, ties_head
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, refuse_unknown, ties_head
 from fastspec.models.heads.spec import NAMES, HeadSpec, Reading, Recognised, TargetSizes, asked_boundaries, readings_of
 from fastspec.models.layer_table import layer_shapes
 
@@ -134,6 +134,8 @@ def dflash_spec(
     for name, fine in OTHERS.items():
         if settings.get(name) not in fine:
             settings.refuse(name, f"{fine[1]!r}: such a head is a relative of DFlash")
+    if found.kind == "dflash":  # relatives have more settings, and check theirs
+        refuse_unknown(raw, "dflash_config", KNOWN, NAMES["dflash"])
     ours = found.layout == "speculators"
     inner = dict(inner_config(raw, where))
     if inner.get("rope_parameters") is None:
