@@ -33,7 +33,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--name", required=True, help="name of the target in the rows, without a path")
     made.add_argument("--dtype", default=None, help="of the models; default: the checkpoint's")
     made.add_argument("--windows", type=int, default=40, help=f"of {WINDOW} tokens, spread over the documents")
-    made.add_argument("--formats", nargs="+", default=ALL, choices=ALL, help="besides the stored one")
+    made.add_argument("--formats", nargs="*", default=ALL, choices=ALL, help="besides the stored one")
+    made.add_argument("--copy", action="append", default=[], metavar="NAME=DIR", help="another tool's copy; repeatable")
     made.add_argument("--calibration", type=int, default=400_000, help="characters of docstrings")
 
 
@@ -73,10 +74,11 @@ def command_perplexity(given: argparse.Namespace) -> Iterator[list[Row]]:
     """Perplexity of a checkpoint by format: as stored, rounded to nearest, and calibrated."""
     count = [float(WINDOW - 1)] * given.windows
     stored: list[float] = []
-    for name in (AS_STORED, *given.formats):
+    ready = {AS_STORED: given.target} | {name: Path(at) for name, at in (each.split("=", 1) for each in given.copy)}
+    for name in (AS_STORED, *given.formats, *(each for each in ready if each != AS_STORED)):
         with tempfile.TemporaryDirectory() as scratch:
-            source = given.target if name == AS_STORED else Path(scratch) / "quantised"
-            if name != AS_STORED:
+            source = ready.get(name, Path(scratch) / "quantised")
+            if name not in ready:
                 text = docstrings(given.calibration) if name == CALIBRATED else None
                 write_quantised(str(given.target), source, name.partition(",")[0], calibration=text)
             size = sum(path.stat().st_size for path in source.glob("*.safetensors"))

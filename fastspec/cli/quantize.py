@@ -12,6 +12,7 @@ from fastspec.cli.flags import text_of
 from fastspec.cli.progress import Progress
 
 _MIB = 2**20
+_SMALL = 512 * 2**20  # bytes of a copy in int4 with about one billion parameters
 
 
 def quantize(
@@ -45,6 +46,12 @@ def quantize(
         progress.stage(None)
         size = sum(path.stat().st_size for path in destination.glob("*.safetensors"))
         typer.echo(f"{destination}: {size / _MIB:.1f} MiB of weights in {form}")
+        if form == "int4" and text is None and size < _SMALL:
+            typer.echo(
+                "fastspec: a small model loses much of its quality in int4 rounded to nearest. As a draft of itself it "
+                "changes no text; as a target give --calibrate FILE, or --format int8",
+                err=True,
+            )
         if missed:
             typer.echo(
                 f"fastspec: {len(missed)} matrices, such as {missed[0]}, got no activations from the text and are "

@@ -7,6 +7,7 @@ compared token by token (`vocab.shared_vocab`).
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ class TokenizerGroup:
         return [name for name, size in self.models if size <= LARGEST_SHARE * billions]
 
 
+# small models for targets with other tokenizers
+_FOR_OTHERS: Final = ("Qwen/Qwen3-0.6B", "meta-llama/Llama-3.2-1B-Instruct")
 _EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")
 _TABLE: Final = Path(__file__).with_suffix(".json")
 
@@ -76,22 +79,27 @@ class Found:
         group: tokenizer group of the model.
         drafts: drafts that fit, smallest first. Empty: the table has no draft that is small enough.
         by: description of how the model was recognised, such as "by its name".
+        others: drafts with another tokenizer that are small enough. They draft only tokens that both tokenizers have.
     """
 
     model: str
     group: TokenizerGroup
     drafts: tuple[str, ...]
     by: str
+    others: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Formats the group as the first line, then one command line for each draft."""
-        head = f"{self.model}: {self.group.name} ({self.by})"
+        """Formats the group as the first line, then one command line for each draft. Those of `others` come last."""
+        lines = [f"{self.model}: {self.group.name} ({self.by})"]
         if not self.drafts:
-            return (
-                f"{head}; the table has no draft small enough for it. A small model of another family can draft too, "
-                "and so can lookup in the text, which needs no model: --proposer ngram"
+            lines[0] += (
+                "; the table has no draft with its tokenizer that is small enough. Lookup in the text can draft, and "
+                "needs no model: --proposer ngram"
             )
-        return "\n".join([head, *(f"  fastspec chat {self.model} --draft {draft}" for draft in self.drafts)])
+        lines += [f"  fastspec chat {self.model} --draft {draft}" for draft in self.drafts]
+        if self.others:
+            lines.append("with another tokenizer, so that only tokens that both have are drafted:")
+        return "\n".join([*lines, *(f"  fastspec chat {self.model} --draft {draft}" for draft in self.others)])
 
 
 def natural_pairs(model: str) -> Found | None:
@@ -107,14 +115,31 @@ def natural_pairs(model: str) -> Found | None:
     directory = Path(os.path.expanduser(model))
     if not os.path.isdir(directory):  # Path.is_dir would raise for a name that no file system accepts
         if (known := _by_name(model)) is not None:
-            return Found(model, known[0], tuple(known[0].drafts(known[1])), "by its name")
+            return _found(model, *known, "by its name")
         if (cached := _in_cache(model)) is None:
             return None
         directory = cached
     group = _by_files(directory)
-    return (
-        None if group is None else Found(model, group, tuple(group.drafts(_billions(directory))), "by its vocabulary")
-    )
+    return None if group is None else _found(model, group, _billions(directory), "by its vocabulary")
+
+
+def _found(model: str, group: TokenizerGroup, billions: float | None, by: str) -> Found:
+    """Makes a `Found`.
+
+    Args:
+        model: name that the user gave.
+        group: tokenizer group of the model.
+        billions: its parameters in billions, of which a mixture reads so many for a token. None: unknown.
+        by: description of how it was recognised.
+    """
+    largest = math.inf if billions is None else LARGEST_SHARE * billions
+    others = [
+        name
+        for each in GROUPS
+        for name, size in each.models
+        if name in _FOR_OTHERS and each.tokenizer != group.tokenizer and size <= largest
+    ]
+    return Found(model, group, tuple(group.drafts(billions)), by, tuple(others))
 
 
 def _in_cache(model: str) -> Path | None:

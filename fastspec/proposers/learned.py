@@ -124,19 +124,29 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         logits = logits if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
 
-    def _draw(self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, j: int) -> None:
+    def _draw(
+        self,
+        state: DecodeState,
+        shape: StepShape,
+        draws: Draws,
+        x: Tensor,
+        j: int,
+        model: Model | None = None,
+    ) -> None:
         """Draws draft token j of every sequence from the head's output. Writes token and distribution to `state`.
 
         Args:
             state, shape, draws: see `Proposer.propose`.
             x: [B, 1, hidden], output of the head.
             j: index of the draft token, from 0.
+            model: computes the logits. None: the head.
         """
+        model = model or self.model
         if shape.sampler != GREEDY:
-            self._sample(state, shape, draws, self.model.logits(x, shape.tiling), j)
+            self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
             return
         limit, ids = self._greedy
-        self.model.argmax(x[:, 0], limit, shape.tiling, out=state.draft_tokens[:, j], ids=ids)
+        model.argmax(x[:, 0], limit, shape.tiling, out=state.draft_tokens[:, j], ids=ids)
 
     def _draw_block(
         self, state: DecodeState, shape: StepShape, draws: Draws, x: Tensor, lookup: tuple[Tensor, Tensor] | None

@@ -102,7 +102,7 @@ class MtpLayersDrafts(LearnedDrafts[Mtp]):
             with self._mark(f"draft[{j}]"):
                 x = model.drafted(x.contiguous(), self._inputs(state, shape, j, x.shape[1], known), layer)
                 last = x[:, -1:].contiguous()
-                self._draw(state, shape, draws, last, j)
+                self._draw(state, shape, draws, last, j, model.output(layer))
                 if lookup is not None:
                     overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
 

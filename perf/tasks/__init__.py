@@ -64,18 +64,26 @@ def arms_of(stack: ExitStack, given: argparse.Namespace) -> dict[str, Arm]:
     for form in given.self_draft:
         kinds[f"itself in {form}"] = {"draft": given.target, "draft_quantization": form}
     heads = {name: Path(folder) for name, folder in (each.split("=", 1) for each in given.head)}
-    kinds |= {name: {"draft": folder} for name, folder in heads.items()}
+    learned: dict[str, dict[str, Any]] = {name: {"draft": folder} for name, folder in heads.items()}
+    for name, folder in (each.split("=", 1) for each in given.mtp):
+        learned[name] = {"target": folder, "draft": "mtp", "draft_vocab": drafted_ids(Path(folder))}
+    kinds |= learned
     if given.after_lookup:
-        kinds |= {f"lookup, then {name}": {"draft": folder, "proposer": NGram()} for name, folder in heads.items()}
+        kinds |= {f"lookup, then {name}": {**how, "proposer": NGram()} for name, how in learned.items()}
     sizes: dict[str, Any] = {"max_batch_size": given.batch, "max_length": given.max_length, "device": given.device}
     arms = {}
     for name, how in kinds.items():
         for k in (0,) if name == PLAIN else given.k:
-            generator = FastSpecGenerator(
-                given.target, **how, **sizes, dtype=given.dtype, num_speculative_tokens=k, progress=False
-            )
+            chosen = {"target": given.target, **how, "dtype": given.dtype, "num_speculative_tokens": k}
+            generator = FastSpecGenerator(**chosen, **sizes, progress=False)
             arms[f"{name} {k}"] = Arm(stack.enter_context(generator))
     return arms
+
+
+def drafted_ids(folder: Path) -> list[int] | None:
+    """Ids that the MTP layers in a checkpoint of tools.heads draft. None: all."""
+    path = folder / "draft_vocab.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
 def rows_of(
@@ -123,6 +131,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--self-draft", nargs="+", default=[], metavar="FORMAT", help="the target as its own draft")
     made.add_argument("--each", type=int, help="tasks of each kind; default: all")
     made.add_argument("--head", action="append", default=[], metavar="NAME=DIR", help="a head; may be repeated")
+    made.add_argument("--mtp", action="append", default=[], metavar="NAME=DIR", help="--target with MTP layers in DIR")
     made.add_argument("--dtype", default=None, help="of the models; default: the checkpoint's")
     made.add_argument("--k", type=int, nargs="+", default=[4])
     made.add_argument("--new", type=int, default=128, help="new tokens at most")

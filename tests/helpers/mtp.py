@@ -24,6 +24,7 @@ from tests.helpers.hybrid import make_states
 FAMILY = {
     "mimo": "qwen2",
     "nextn": "llama3",
+    "step": "llama3",
     "mtp": "qwen3",
     "mimo-v2": "qwen2",
 }  # of layout, a model that it may lie beside
@@ -31,6 +32,7 @@ LAYERS = 3
 _PARTS = {
     "mimo": ("input_proj", "token_layernorm", "hidden_layernorm", "final_layernorm"),
     "nextn": ("eh_proj", "enorm", "hnorm", "shared_head.norm"),
+    "step": ("eh_proj", "enorm", "hnorm", "transformer.shared_head.norm"),
     "mtp": ("fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"),
     "mimo-v2": ("eh_proj", "enorm", "hnorm", "final_layernorm"),
 }
@@ -58,15 +60,28 @@ def random_mtp(model: PreTrainedModel, *, seed: int = 3, std: float = 0.3, neutr
     }
 
 
+def random_layer(model: PreTrainedModel, layout: str, index: int) -> dict[str, Tensor]:
+    """Tensors of MTP layer `index` as `random_mtp` draws them; in Step's layout with an output matrix.
+
+    There smaller ones, because hidden states are compared before their norm.
+    """
+    if layout != "step":
+        return random_mtp(model, seed=3 + index)
+    shape = model.get_output_embeddings().weight.shape
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(30 + index)) * 0.3
+    return random_mtp(model, seed=3 + index, std=0.1) | {"lm_head.weight": drawn}
+
+
 def stored_names(layout: str, tensors: dict[str, Tensor], layers: int, index: int = 0) -> dict[str, Tensor]:
     """The tensors of MTP layer `index` by the names that publishers of a layout give them."""
     outer = {
         "mimo": f"model.mtp_layers.{index}.",
         "nextn": f"model.layers.{layers + index}.",
+        "step": f"model.layers.{layers + index}.",
         "mtp": "mtp.",
         "mimo-v2": f"model.mtp.layers.{index}.",
     }[layout]
-    parts = dict(zip(_PARTS["mtp"], _PARTS[layout], strict=True))
+    parts = dict(zip(_PARTS["mtp"], _PARTS[layout], strict=True)) | {"lm_head": "transformer.shared_head.output"}
     made = {}
     for name, tensor in tensors.items():
         module, _, leaf = name.rpartition(".")
@@ -95,7 +110,7 @@ def write_target(path: Path, layout: str, **options: Any) -> tuple[Path, PreTrai
     """A target with an MTP layer: its directory, the live model without it, and the layer's tensors by plain names."""
     model = make_model(FAMILY[layout], num_hidden_layers=LAYERS, **options)
     model.save_pretrained(path)
-    tensors = random_mtp(model)
+    tensors = random_layer(model, layout, 0)
     extra = stored_names(layout, tensors, LAYERS)
     if layout == "nextn":  # with copies of what it shares
         table = model.get_input_embeddings().weight.detach().clone()
@@ -108,7 +123,7 @@ def write_layers(path: Path, layout: str, depth: int) -> tuple[Path, PreTrainedM
     """A target with several MTP layers: its directory, the live model without them, the tensors of each layer."""
     model = make_model(FAMILY[layout], num_hidden_layers=LAYERS)
     model.save_pretrained(path)
-    made = [random_mtp(model, seed=3 + index) for index in range(depth)]
+    made = [random_layer(model, layout, index) for index in range(depth)]
     if layout == "mtp":
         shared = {name: tensor for name, tensor in made[0].items() if not name.startswith("layers.")}
         made = [{**tensors, **shared} for tensors in made]
@@ -123,6 +138,11 @@ class LayersDefinition:
     """Several MTP layers in straight lines: layer j over all positions, with the tokens 1 + j behind each."""
 
     layers: list[MtpDefinition]
+
+    @property
+    def before_norms(self) -> bool:
+        """See `MtpDefinition`."""
+        return self.layers[0].before_norms
 
     @torch.no_grad()
     def laws(self, features: Tensor, text: Tensor, k: int, fed: list[int] | None = None) -> list[Tensor]:
@@ -157,9 +177,11 @@ class MtpDefinition(Definition):
 
     Attributes:
         hidden_first: in what the first product multiplies.
+        before_norms: hidden states are those before norms, and the output matrix is the layer's.
     """
 
     hidden_first: bool = False
+    before_norms: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel, tensors: dict[str, Tensor], layout: str) -> MtpDefinition:
@@ -170,9 +192,10 @@ class MtpDefinition(Definition):
             dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             eps=config.rms_norm_eps,
             embed=model.get_input_embeddings().weight.detach(),
-            lm_head=model.get_output_embeddings().weight.detach(),
+            lm_head=tensors.get("lm_head.weight", model.get_output_embeddings().weight.detach()),
             inv_freq=rotary.inv_freq,
             hidden_first=layout == "mimo",
+            before_norms=layout == "step",
         )
 
     def condense(self, features: Tensor) -> Tensor:
@@ -188,10 +211,12 @@ class MtpDefinition(Definition):
         inner = rms(x, t[f"{at}post_attention_layernorm.weight"], self.eps)
         gate, up = F.linear(inner, t[f"{at}mlp.gate_proj.weight"]), F.linear(inner, t[f"{at}mlp.up_proj.weight"])
         x = x + F.linear(F.silu(gate) * up, t[f"{at}mlp.down_proj.weight"])
-        return rms(x, t["norm.weight"], self.eps)
+        return x if self.before_norms else rms(x, t["norm.weight"], self.eps)
 
     def logits(self, x: Tensor) -> Tensor:
         assert self.lm_head is not None
+        if self.before_norms:
+            x = rms(x, self.tensors["norm.weight"], self.eps)
         return F.linear(x, self.lm_head) * self.scale
 
     def feature(self, x: Tensor) -> Tensor:

@@ -68,9 +68,25 @@ def test_of_a_mixture_what_a_token_reads_counts() -> None:
 def test_the_smallest_has_no_draft() -> None:
     found = natural_pairs("Qwen/Qwen3-0.6B")
     assert found is not None
-    assert found.drafts == ()
-    assert "no draft small enough" in str(found)
+    assert (found.drafts, found.others) == ((), ())
+    assert "no draft with its tokenizer that is small enough" in str(found)
     assert "--proposer ngram" in str(found)
+    assert "another tokenizer" not in str(found)
+
+
+def test_drafts_with_another_tokenizer_come_last() -> None:
+    """None of these is too large, and none has the target's tokenizer."""
+    for name, wanted in (
+        ("meta-llama/Llama-3.3-70B-Instruct", ("Qwen/Qwen3-0.6B",)),
+        ("Qwen/Qwen2.5-32B-Instruct", ("meta-llama/Llama-3.2-1B-Instruct",)),
+        ("openai/gpt-oss-120b", ("meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen3-0.6B")),
+        ("google/gemma-3-1b-it", ()),
+    ):
+        found = natural_pairs(name)
+        assert found is not None
+        assert found.others == wanted
+        last = [f"  fastspec chat {name} --draft {draft}" for draft in wanted]
+        assert str(found).splitlines()[len(str(found).splitlines()) - len(last) :] == last
 
 
 @pytest.mark.parametrize(("marker", "name"), [("<|begin_of_text|>", "Llama 3"), (GROUPS[1].marker[1], "R1 Llama")])  # type: ignore[index]

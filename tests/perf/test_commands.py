@@ -298,6 +298,18 @@ def test_modes_and_formats_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(row["texts_equal"] for row in formats)
 
 
+def test_perplexity_of_formats_and_of_copies(tmp_path: Path) -> None:
+    target = demo_pair()[0]
+    options = ("--target", str(target), "--name", "shipped", "--windows", "2", "--formats", "int8")
+    rows = run_cli(tmp_path, "perplexity", *options, "--copy", f"the same={target}")
+    assert [row["format"] for row in rows] == ["as stored", "int8", "the same"]
+    stored, rounded, same = rows
+    assert same["over_stored"] == 1
+    assert (same["nats"], same["mib"]) == (stored["nats"], stored["mib"])
+    assert 1 != rounded["over_stored"] < 1.1
+    assert rounded["mib"] < stored["mib"]
+
+
 def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
     assert Counter(task.kind for task in read_tasks()) == dict.fromkeys(
         ("edit code", "docstring", "summarise", "quote", "to JSON", "copy", "story", "chat", "agent loop"), 5

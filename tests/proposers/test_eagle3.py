@@ -25,6 +25,7 @@ from fastspec.state import DecodeState
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.heads import LAYERS, VOCAB, eagle3_tensors, engine_with, write_eagle3, write_speculators
 from tests.helpers.heads_definition import Definition, learn
+from tests.helpers.hybrid import make_hybrid
 from tests.scheduling.test_scheduler import GREEDY_ROW, prompts, run, texts
 from tests.step.test_step_static import NoHostReads, run_step, start_rows
 
@@ -124,6 +125,22 @@ def test_drafts_behind_accepted_ones(pair: tuple[Path, Path]) -> None:
     run(watched(engine, seen), prompts(4, seed=5), [40, 25, 33, 17], k=lambda steps: (4, 4, 0, 3)[steps % 4])
     assert len(seen) > 25
     assert wrong_drafts(Truth(*pair, BOUNDARIES), seen) == 0
+
+
+def test_drafts_for_a_hybrid_are_those_of_the_whole_text(tmp_path: Path) -> None:
+    """Hidden states of recurrent layers; the rows' states are those of the tokens that were accepted."""
+    live = make_hybrid("qwen3_5")
+    live.save_pretrained(tmp_path / "target")
+    ids = {"eagle_aux_hidden_state_layer_ids": [0, 2], "layer_ids": [1, 3]}
+    tensors = eagle3_tensors(target_hidden=live.config.hidden_size, vocab=live.config.vocab_size, read=2, std=0.5)
+    head = write_eagle3(tmp_path / "head", tensors, vocab=live.config.vocab_size, eagle_config=ids)
+    seen: list[Seen] = []
+    engine = watched(engine_with(tmp_path / "target", head), seen)
+    given, caps = [*prompts(3, seed=5), [7] * 65], [14, 9, 12, 7]
+    plain = run(engine_with(tmp_path / "target", head), given, caps, k=0)
+    assert texts(run(engine, given, caps, k=uneven)) == texts(plain)
+    assert len(seen) > 10
+    assert wrong_drafts(Truth(tmp_path / "target", head, [1, 3]), seen) == 0
 
 
 def test_drafts_of_two_layers_and_all_flags(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -61,7 +61,12 @@ class Truth:
 
     @torch.no_grad()
     def features(self, text: list[int]) -> Tensor:
-        """[n - 1, 1, hidden], behind the final norm."""
+        """[n - 1, 1, hidden], behind the final norm, or before it."""
+        if getattr(self.head, "before_norms", False):
+            before: list[Tensor] = []
+            with self.model.get_decoder().norm.register_forward_pre_hook(lambda _, given: before.append(given[0])):
+                self.model(torch.tensor([text]))
+            return before[0][0, :-1, None]
         states = self.model(torch.tensor([text]), output_hidden_states=True).hidden_states
         return states[-1][0, :-1, None]
 

@@ -34,7 +34,7 @@ def generator(target: Path, draft: Path | None, **options: Any) -> FastSpecGener
     return FastSpecGenerator(target, draft, device="cpu", max_length=96, max_batch_size=4, progress=False, **options)
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 3, 5, 8, 15])
 def test_all_drafts_of_a_renamed_copy_are_accepted(tmp_path: Path, k: int) -> None:
     target, draft = pair(tmp_path)
     with pytest.warns(UserWarning, match=f"Only the {ROWS} tokens that both have"):

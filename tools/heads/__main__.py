@@ -22,11 +22,12 @@ from .evaluate import Drafter, Figures, decode, draft_with, draft_with_model
 from .export import load, save
 from .head import DraftHead
 from .loss import law_temperatures
+from .mtp import OWN, MtpHead, load_mtp, save_mtp
 from .published import read_published, save_like
 from .recipe import CONTINUED, Recipe
 from .rows import Chunks, Rows, own_rows, real_rows
-from .target import Target, encode_all, encode_prompts, load_target
-from .train import History, choose_drafted, coverage, make_head, train
+from .target import LAST, Target, encode_all, encode_prompts, load_target
+from .train import History, choose_drafted, coverage, head_shape, make_head, train
 
 LOGGER = logging.getLogger("tools.heads")
 TEMPERATURES = (0.0, 1.0)
@@ -45,17 +46,21 @@ def main(arguments: list[str] | None = None) -> int:
         report = continue_head(texts, recipe, options, dtype)
         return _finish(report, options.out, start)
     if options.measure is None:
-        target = load_target(options.target, recipe.boundaries, options.device, dtype)
+        boundaries = LAST if recipe.mtp else recipe.boundaries
+        target = load_target(options.target, boundaries, options.device, dtype)
         if options.write:
             return _write_only(target, texts, recipe, options)
         report = make_head_for(target, texts, recipe, options)
         folder = options.out
     else:
         folder = options.measure
-        target = load_target(options.target, load(folder)[1], options.device, dtype)
+        recipe = replace(recipe, mtp=(folder / OWN).exists())
+        boundaries = LAST if recipe.mtp else load(folder)[1]
+        target = load_target(options.target, boundaries, options.device, dtype)
         report = {}
     prompts = held_out_prompts(texts, recipe, options)
-    report["held_out"] = measure(target, load(folder)[0], prompts, recipe, options.beside)
+    head = load_mtp(folder, head_shape(target, 0, recipe)) if recipe.mtp else load(folder)[0]
+    report["held_out"] = measure(target, head, prompts, recipe, options.beside)
     return _finish(report, options.out, start)
 
 
@@ -112,7 +117,10 @@ def make_head_for(target: Target, texts: Texts, recipe: Recipe, options: argpars
     head = make_head(target, drafted, recipe)
     chunks = Chunks(target, groups, _keep(options), generator, law_temperatures(recipe))
     history = train(head, target, chunks.batches(recipe.batch_tokens), recipe)
-    save(head, target.model.config, target.boundaries, options.out)
+    if isinstance(head, MtpHead):
+        save_mtp(head, options.target, options.out)
+    else:
+        save(head, target.model.config, target.boundaries, options.out)
     return _summary(head, target, history, coverage([own], drafted)) | {"recipe": asdict(recipe)}
 
 
@@ -231,13 +239,20 @@ def _parse(arguments: list[str] | None) -> tuple[argparse.Namespace, Recipe]:
         flag = f"--{field.name.replace('_', '-')}"
         again = getattr(CONTINUED, field.name)
         shown = f"({field.default}; {again} with --from)" if again != field.default else f"({field.default})"
-        parser.add_argument(flag, type=kind, nargs="+" if several else None, help=shown)
+        if isinstance(field.default, bool):
+            parser.add_argument(flag, action="store_true", default=None)
+        else:
+            parser.add_argument(flag, type=kind, nargs="+" if several else None, help=shown)
     options = parser.parse_args(arguments)
     chosen: dict[str, Any] = {}
     for field in fields(Recipe):
         value = getattr(options, field.name)
         if value is not None:
             chosen[field.name] = tuple(value) if isinstance(value, list) else value
+    others = ("intermediate", "boundaries", "dflash_layers", "mask_id")
+    unread = [name for name in others if name in chosen] + ["from"] * (options.continued is not None)
+    if options.mtp and unread:
+        parser.error(f"--mtp does not go with --{unread[0].replace('_', '-')}: an MTP layer has the target's sizes")
     recipe = replace(Recipe() if options.continued is None else CONTINUED, **chosen)
     return options, recipe
 

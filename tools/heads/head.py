@@ -100,21 +100,26 @@ class Past:
 
 
 class Attention(nn.Module):
-    """Causal attention whose input is twice as wide as its output: the token's embedding, then the feature."""
+    """Causal attention.
 
-    def __init__(self, shape: HeadShape) -> None:
+    Args:
+        shape: Sizes.
+        reads: Elements of its input: twice the width in an EAGLE-3 head, the token's embedding and then the feature.
+    """
+
+    def __init__(self, shape: HeadShape, reads: int) -> None:
         super().__init__()
         self.shape = shape
         wide, narrow = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(2 * shape.hidden, wide, bias=False)
-        self.k_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
-        self.v_proj = nn.Linear(2 * shape.hidden, narrow, bias=False)
+        self.q_proj = nn.Linear(reads, wide, bias=False)
+        self.k_proj = nn.Linear(reads, narrow, bias=False)
+        self.v_proj = nn.Linear(reads, narrow, bias=False)
         self.o_proj = nn.Linear(wide, shape.hidden, bias=False)
         if shape.variant.qk_norm:
             self.q_norm, self.k_norm = (Norm(shape.head_dim, eps=shape.rms_eps) for _ in "qk")
 
     def forward(self, x: Tensor, first: int, past: Past) -> Tensor:
-        """Mixes x [rows, starts, 2 * hidden], start i at position first + i, with what its start saw before."""
+        """Mixes x [rows, starts, reads], start i at position first + i, with what its start saw before."""
         group = self.shape.heads // self.shape.kv_heads
         query, key = self._heads(self.q_proj(x)), self._heads(self.k_proj(x))
         if self.shape.variant.qk_norm:
@@ -150,7 +155,7 @@ class Midlayer(nn.Module):
 
     def __init__(self, shape: HeadShape) -> None:
         super().__init__()
-        self.self_attn, self.mlp = Attention(shape), Mlp(shape)
+        self.self_attn, self.mlp = Attention(shape, 2 * shape.hidden), Mlp(shape)
         self.input_layernorm = Norm(shape.hidden, eps=shape.rms_eps)
         self.hidden_norm = Norm(shape.hidden, eps=shape.rms_eps)
         self.post_attention_layernorm = Norm(shape.hidden, eps=shape.rms_eps)

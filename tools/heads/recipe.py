@@ -33,6 +33,7 @@ class Recipe:
         prompts, prompt_length, new_tokens: The held-out texts that measure acceptance, at each temperature.
         places: Tokens drafted in a step when acceptance is measured.
         dflash_layers: Layers of a DFlash head, whose block has `unroll` masks; None makes an EAGLE-3 head.
+        mtp: Makes an MTP layer, which drafts again from its own state.
         mask_id: Token whose embedding stands for a mask of a DFlash head; None is the last of the vocabulary.
     """
 
@@ -64,6 +65,7 @@ class Recipe:
     places: int = 5
     dflash_layers: int | None = None
     mask_id: int | None = None
+    mtp: bool = False
 
 
 CONTINUED = Recipe(steps=1000, lr=2e-4, own_rows=4096)

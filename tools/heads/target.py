@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 MOST_DIFFERENCE = 1e-3
 FEWEST_LAYERS = 5
+LAST = (-1,)
+"""Boundaries of a head that reads the last hidden state alone, after the final norm."""
 
 
 def default_boundaries(layers: int) -> tuple[int, int, int]:
@@ -51,6 +53,7 @@ class Target:
         model: A transformers model in evaluation mode. Only `output_hidden_states`, the embedding and the output head
             are used, so any decoder whose head is a plain product will do.
         boundaries: Hidden states that the head shall read; boundary b is what enters layer b, so 0 is the embedding.
+            LAST: the last one.
 
     Raises:
         ValueError: A boundary is not below the number of layers, or they do not ascend; or the model's logits are not
@@ -60,7 +63,8 @@ class Target:
     def __init__(self, model: PreTrainedModel, boundaries: Sequence[int]) -> None:
         layers = model.config.num_hidden_layers
         ascending = list(boundaries) == sorted(set(boundaries))
-        if not boundaries or not ascending or boundaries[0] < 1 or boundaries[-1] >= layers:
+        known = bool(boundaries) and ascending and boundaries[0] >= 1 and boundaries[-1] < layers
+        if not known and tuple(boundaries) != LAST:
             raise ValueError(
                 f"Boundaries {list(boundaries)} of a target of {layers} layers: wanted one or more in ascending order, "
                 f"each from 1 to {layers - 1}."

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from .dflash import Block, DFlashHead
-from .head import DraftHead, Eagle3Head, HeadShape
+from .head import DraftHead, Eagle3Head, HeadShape, Variant
 from .loss import chain_loss
+from .mtp import MtpHead, check_layer, layer_variant
 from .recipe import Recipe
 from .rows import Batch, Rows
 from .target import Target
@@ -57,11 +58,11 @@ def coverage(groups: Sequence[Rows], drafted: Tensor) -> float:
     return torch.isin(torch.cat(texts), drafted).float().mean().item()
 
 
-def make_head(target: Target, drafted: Tensor, recipe: Recipe) -> DraftHead:
-    """A head of the recipe's type that fits a target, at its start."""
+def head_shape(target: Target, drafted: int, recipe: Recipe) -> HeadShape:
+    """The sizes of a head of the recipe's type for a target, with so many tokens that it drafts."""
     config = target.model.config
     hidden, heads = config.hidden_size, config.num_attention_heads
-    shape = HeadShape(
+    return HeadShape(
         hidden=hidden,
         features=len(target.boundaries),
         heads=heads,
@@ -69,12 +70,21 @@ def make_head(target: Target, drafted: Tensor, recipe: Recipe) -> DraftHead:
         head_dim=getattr(config, "head_dim", None) or hidden // heads,
         intermediate=recipe.intermediate or config.intermediate_size,
         vocab=len(target.embedding),
-        draft_vocab=len(drafted),
+        draft_vocab=drafted,
         rope_theta=float(config.rope_parameters["rope_theta"]),
         rms_eps=config.rms_norm_eps,
+        variant=layer_variant(target.model) if recipe.mtp else Variant(),
     )
+
+
+def make_head(target: Target, drafted: Tensor, recipe: Recipe) -> DraftHead:
+    """A head of the recipe's type that fits a target, at its start."""
+    shape = head_shape(target, len(drafted), recipe)
     made: DraftHead
-    if recipe.dflash_layers is None:
+    if recipe.mtp:
+        check_layer(target.model, shape)
+        made = MtpHead(shape, drafted)
+    elif recipe.dflash_layers is None:
         made = Eagle3Head(shape, drafted)
     else:
         mask_id = shape.vocab - 1 if recipe.mask_id is None else recipe.mask_id
@@ -117,9 +127,10 @@ def train(head: DraftHead, target: Target, batches: Iterator[Batch], recipe: Rec
     return history
 
 
-def _optimizer(head: Eagle3Head, recipe: Recipe) -> torch.optim.Optimizer:
-    matrices = [parameter for parameter in head.parameters() if parameter.dim() == 2]
-    vectors = [parameter for parameter in head.parameters() if parameter.dim() < 2]
+def _optimizer(head: DraftHead, recipe: Recipe) -> torch.optim.Optimizer:
+    learnt = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in learnt if parameter.dim() == 2]
+    vectors = [parameter for parameter in learnt if parameter.dim() < 2]
     groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=recipe.lr, betas=(0.9, 0.95), fused=head.fc.weight.is_cuda)
 

@@ -13,7 +13,7 @@ import torch
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.models.config import ModelSpec
 from fastspec.models.families.plan import ModelScales
-from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, ties_head
+from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, refuse_unknown, ties_head
 from fastspec.models.heads.spec import NAMES, HeadSpec, Reading, StoredHead, TargetSizes, asked_boundaries, readings_of
 from fastspec.models.layer_table import layer_shapes
 
@@ -118,6 +118,8 @@ def dflash_spec(head: StoredHead) -> DFlashSpec:
     for name, fine in OTHERS.items():
         if settings.get(name) not in fine:
             settings.refuse(name, f"{fine[1]!r}: such a head is a relative of DFlash")
+    if head.found.kind == "dflash":  # relatives have more settings, and check theirs
+        refuse_unknown(head.raw, "dflash_config", KNOWN, NAMES["dflash"])
     ours = found.layout == "speculators"
     inner = dict(inner_config(head.raw, head.where))
     if inner.get("rope_parameters") is None:

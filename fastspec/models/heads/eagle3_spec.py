@@ -11,6 +11,7 @@ from fastspec.models.checkpoints.tensor_source import TensorInfo
 from fastspec.models.config import ModelSpec
 from fastspec.models.heads.config import decoder_of, flag, ids_of, inner_config, refuse_unknown, size, ties_head
 from fastspec.models.heads.spec import (
+    NAMES,
     NORMED,
     HeadSpec,
     Reading,
@@ -28,8 +29,16 @@ _MASKS: Final = ("mask_token_id", "pard_token", "ptd_token_id")
 _KNOWN: Final = (
     *(*_MASKS, "parallel_drafting", "eagle_aux_hidden_state_layer_ids", "use_aux_hidden_state", "layer_ids"),
     *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_aux_norm"),
-    *("num_aux_hidden_states", "num_aux_layers"),
+    *("num_aux_hidden_states", "num_aux_layers", "num_eagle_features", "parallel_draft_heads_num_layers"),
 )
+# settings of NVIDIA's ModelOpt, each with the value of the arithmetic in `Eagle3Spec`
+_FIXED: Final = {
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "next_layer_regular": True,
+    "parallel_draft_step": 1,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +100,6 @@ class PEagleSpec(Eagle3Spec):
 def peagle_spec(head: StoredHead) -> PEagleSpec:
     """Makes the spec of a P-EAGLE head. For errors see `eagle3_spec`."""
     base, raw, target = eagle3_spec(head), head.raw, head.target
-    refuse_unknown(raw, "eagle_config", _KNOWN, "P-EAGLE")
     name = next((name for name in _MASKS if raw.get(name) is not None), _MASKS[0])
     mask = raw.get(name)
     if type(mask) is not int or not 0 <= mask < target.vocab_size:
@@ -109,6 +117,7 @@ def eagle3_spec(head: StoredHead) -> Eagle3Spec:
     """
     found, raw, infos, target = head.found, head.raw, head.infos, head.target
     inner = inner_config(raw, head.where)
+    refuse_unknown(raw, "eagle_config", _settings(raw), NAMES[found.kind])
     _check_target(raw, inner, infos, target)
     vocab_size = size(raw, "draft_vocab_size", target.vocab_size)
     decoder = decoder_of(inner, infos, vocab_size, target)
@@ -128,6 +137,13 @@ def eagle3_spec(head: StoredHead) -> Eagle3Spec:
     )
     _check_shared(spec)
     return replace(spec, tensors=_tensors(spec, count))
+
+
+def _settings(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of settings that are read, or have the only value that this package implements."""
+    inner = raw.get("eagle_config")
+    given: Mapping[str, Any] = inner if isinstance(inner, Mapping) else {}
+    return (*_KNOWN, *(name for name, value in _FIXED.items() if given.get(name) == value))
 
 
 def _flags(found: Recognised, raw: Mapping[str, Any], infos: Collection[str]) -> dict[str, bool]:

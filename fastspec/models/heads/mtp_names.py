@@ -3,6 +3,7 @@
 The formulas are those of DeepSeek-V3 (arXiv 2412.19437, section 2.2). Publishers store the same tensors under different
 names. In Qwen's layout all MTP layers share the projection `fc` and the norms before and after the decoder layer. In
 other layouts each layer has its own. In Nemotron's layout an MTP layer is stored as two layers: attention, and experts.
+In Step's layout each MTP layer has an output matrix of its own.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-MtpLayout = Literal["mtp", "nextn", "mimo", "nemotron", "mimo-v2"]
+MtpLayout = Literal["mtp", "step", "nextn", "mimo", "nemotron", "mimo-v2"]
 
 FC: Final = "fc"
 EMBED_NORM: Final = "pre_fc_norm_embedding"
 HIDDEN_NORM: Final = "pre_fc_norm_hidden"
 NORM: Final = "norm"
+OUTPUT: Final = "lm_head"
 LAYER: Final = "model.layers.0."
 _WRAPPED: Final = ("model.", "language_model.")
 _PLACES: Final[Mapping[MtpLayout, re.Pattern[str]]] = {
     "mtp": re.compile(r"mtp\.(?:layers\.(\d+)\.)?(.+)"),
+    "step": re.compile(r"layers\.(\d+)\.(.+)"),
     "nextn": re.compile(r"layers\.(\d+)\.(.+)"),
     "mimo": re.compile(r"mtp_layers\.(\d+)\.(.+)"),
     "nemotron": re.compile(r"mtp\.layers\.(\d+)\.(.+)"),
@@ -30,6 +33,7 @@ _PLACES: Final[Mapping[MtpLayout, re.Pattern[str]]] = {
 _ENDS: Final = {"eh_proj": FC, "enorm": EMBED_NORM, "hnorm": HIDDEN_NORM, "final_layernorm": NORM}
 _NAMES: Final[Mapping[MtpLayout, Mapping[str, str]]] = {
     "mtp": {},
+    "step": {**_ENDS, "transformer.shared_head.norm": NORM, "transformer.shared_head.output": OUTPUT},
     "nextn": {**_ENDS, "shared_head.norm": NORM},  # Ling has final_layernorm, others shared_head.norm
     "mimo": {
         "input_proj": FC,
@@ -50,12 +54,12 @@ class StoredMtp:
     """MTP layers that a checkpoint contains in addition to its model.
 
     Attributes:
-        layout: publisher whose names the tensors have: "mtp" is Qwen, "nextn" is DeepSeek, GLM and Ling, "mimo" is
-            MiMo, "mimo-v2" is MiMo-V2, "nemotron" is Nemotron.
+        layout: publisher whose names the tensors have: "mtp" is Qwen, "nextn" is DeepSeek, GLM and Ling, "step" is
+            Step 3.5 and 3.7, "mimo" is MiMo, "mimo-v2" is MiMo-V2, "nemotron" is Nemotron.
         depth: number of MTP layers.
         names: name of a tensor in this package -> its stored name, for all MTP layers. The first layer has the names
-            fc, pre_fc_norm_embedding, pre_fc_norm_hidden and norm, and `model.layers.0.*` for its decoder layer. Layer
-            j has the names that `part_name` makes from these, and `model.layers.j.*`.
+            fc, pre_fc_norm_embedding, pre_fc_norm_hidden, norm and in Step's layout lm_head, and `model.layers.0.*` for
+            its decoder layer. Layer j has the names that `part_name` makes from these, and `model.layers.j.*`.
         stored: stored names of all tensors of MTP layers, including copies of the model's embedding and output matrix.
     """
 
@@ -73,6 +77,11 @@ class StoredMtp:
     def shares_parts(self) -> bool:
         """True if all MTP layers use the same `fc` and the same norms outside of their decoder layer."""
         return self.layout == "mtp"
+
+    @property
+    def own_heads(self) -> bool:
+        """True if each MTP layer has an output matrix. Then hidden states are read before norms; see `MtpSpec`."""
+        return self.layout == "step"
 
 
 def part_name(module: str, index: int) -> str:
@@ -96,9 +105,16 @@ def find_mtp(stored: Collection[str], layers: int) -> StoredMtp | None:
     for layout in _PLACES:
         found = {name: place for name, text in plain.items() if (place := _place(layout, text, layers)) is not None}
         modules = {module for _, module, _ in found.values()}
-        if FC in modules and (layout != "nemotron" or any(".mixer." in module for module in modules)):
+        if FC in modules and _fits(layout, modules):
             return _stored(layout, found)
     return None
+
+
+def _fits(layout: MtpLayout, modules: Collection[str]) -> bool:
+    """True if modules of MTP layers can belong to `layout`, and not only to another layout with the same places."""
+    if layout == "nemotron":
+        return any(".mixer." in module for module in modules)
+    return layout != "step" or OUTPUT in modules
 
 
 def _unwrapped(name: str) -> str:
@@ -122,7 +138,7 @@ def _place(layout: MtpLayout, text: str, layers: int) -> tuple[int, str, str] | 
     match = _PLACES[layout].fullmatch(text)
     if match is None:
         return None
-    index = int(match[1] or 0) - (layers if layout == "nextn" else 0)
+    index = int(match[1] or 0) - (layers if layout in ("nextn", "step") else 0)
     if index < 0:
         return None
     module, _, leaf = match[2].rpartition(".")

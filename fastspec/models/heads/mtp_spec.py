@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -23,6 +23,7 @@ from fastspec.models.heads.mtp_names import (
     FC,
     HIDDEN_NORM,
     NORM,
+    OUTPUT,
     SECOND_NORM,
     StoredMtp,
     find_mtp,
@@ -34,7 +35,7 @@ from fastspec.models.layer_table import HEAD, tensor_shapes
 
 if TYPE_CHECKING:
     from fastspec.models.checkpoints.checkpoint import Checkpoint
-    from fastspec.models.checkpoints.tensor_source import TensorSource
+    from fastspec.models.checkpoints.tensor_source import TensorSource, Use
 
 MTP: Final = "mtp"
 """Value of the argument `draft` that selects the target's own MTP layers as drafter."""
@@ -53,21 +54,35 @@ class MtpSpec(HeadSpec):
         x = norm(layer(x))                 a decoder layer, and the final norm of MTP layer j
         logits = x Whead^T                 for token i + 2 + j
 
+    With own_heads, s is the target's hidden state before its final norm, and for j > 0 layer(x) of layer j - 1.
+
     Layer j makes draft token j. If a step has more draft tokens than layers, the last layer makes the further ones,
     each one position later. There s is the last x of the same layer at the position before.
 
     The decoder layer has the sizes and the arithmetic of the target's last layer with full attention. If there is none,
     the last layer with a sliding window is used. In Nemotron's layout it also has the experts of the target's last
-    layer with experts. The embedding and Whead are the target's. With `draft_vocab`, Whead is a separate matrix with
-    some rows of the target's. All norms have the target's type.
+    layer with experts. The embedding and Whead are the target's. With own_heads each layer has its own Whead. With
+    `draft_vocab`, Whead is a separate matrix with some of these rows. All norms have the target's type.
 
     Attributes:
         hidden_first: True if the hidden state comes before the embedding in the input of Wfc.
         shares_parts: True if all MTP layers have the same Wfc and the same norms outside of their decoder layer.
+        own_heads: True if each MTP layer has its own Whead.
     """
 
     hidden_first: bool = False
     shares_parts: bool = False
+    own_heads: bool = False
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the output matrices: one for each layer with `own_heads`, else that of the first."""
+        return tuple(f"{part_name(OUTPUT, index)}.weight" for index in range(self.num_layers if self.own_heads else 1))
+
+    @property
+    def uses(self) -> Mapping[str, Use]:
+        """See `HeadSpec.uses`."""
+        return dict.fromkeys(self.outputs[1:], "head")
 
     @property
     def kept(self) -> tuple[int, ...]:
@@ -105,7 +120,8 @@ def mtp_source(checkpoint: HeadCheckpoint) -> TensorSource:
     layer = mtp_tensors(target, spec)
     if checkpoint.vocab_map is None:
         return layer
-    return WithSomeRows(layer, {HEAD: output_rows(target)}, checkpoint.vocab_map)
+    places = {name: (layer, name) for name in spec.outputs} if spec.own_heads else {HEAD: output_rows(target)}
+    return WithSomeRows(layer, places, checkpoint.vocab_map)
 
 
 def mtp_tensors(target: Checkpoint, spec: MtpSpec) -> RenamedTensors:
@@ -182,12 +198,13 @@ def mtp_spec(target: Checkpoint, directory: Path) -> MtpSpec:
         found=Recognised("mtp", found.layout),
         decoder=decoder,
         target=sizes,
-        readings=((NORMED,),),
+        readings=((sizes.layers if found.own_heads else NORMED,),),
         tensors=tensors,
         own_embed=False,
-        own_head=False,
+        own_head=found.own_heads,
         hidden_first=found.hidden_first,
         shares_parts=found.shares_parts,
+        own_heads=found.own_heads,
     )
 
 
@@ -215,4 +232,6 @@ def _tensors(decoder: ModelSpec, found: StoredMtp) -> dict[str, tuple[int, ...]]
     for index in range(1 if found.shares_parts else decoder.num_layers):
         shapes |= {f"{part_name(name, index)}.weight": (hidden,) for name in (EMBED_NORM, HIDDEN_NORM, NORM)}
         shapes[f"{part_name(FC, index)}.weight"] = (hidden, 2 * hidden)
+        if found.own_heads:
+            shapes[f"{part_name(OUTPUT, index)}.weight"] = (decoder.vocab_size, hidden)
     return shapes

@@ -5,6 +5,7 @@ Each drafter is a decoder whose input is made from the target's hidden states.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
@@ -26,7 +27,7 @@ from fastspec.models.heads.dflash2_spec import DFlash2Spec
 from fastspec.models.heads.dflash_spec import DFlashSpec
 from fastspec.models.heads.dspark_spec import DSparkSpec
 from fastspec.models.heads.eagle3_spec import MASK_HIDDEN, Eagle3Spec, PEagleSpec
-from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, part_name
+from fastspec.models.heads.mtp_names import EMBED_NORM, FC, HIDDEN_NORM, NORM, OUTPUT, part_name
 from fastspec.models.heads.mtp_spec import MtpSpec
 from fastspec.models.heads.weights import HeadWeights
 from fastspec.models.layer_table import DecoderWeights, LayerWeights
@@ -263,12 +264,14 @@ class MtpPart(NamedTuple):
         fc: [hidden, 2 hidden], the matrix that joins embedding and hidden state.
         embed_norm, hidden_norm: norms of the embedding and of the hidden state, before `fc`.
         norm: norm after the decoder layer.
+        head: output matrix of the layer. None: that of the first layer.
     """
 
     fc: Weight
     embed_norm: Tensor
     hidden_norm: Tensor
     norm: Tensor
+    head: Weight | None
 
 
 class Mtp(HeadDecoder):
@@ -288,6 +291,7 @@ class Mtp(HeadDecoder):
         super().__init__(spec.decoder, weights.decoder, cache, ops, **sizes)
         self.head = spec
         self._parts = [_mtp_part(weights, 0 if spec.shares_parts else index) for index in range(spec.num_layers)]
+        self._outputs = [self if part.head is None else self._with_output(part, part.head) for part in self._parts]
         plan = spec.decoder.plans[0]
         plain = plan.norm == "rms" and plan.qk_norm in (None, "head") and not (plan.output_gate or plan.head_gate)
         self._stores = plain and plan.rope == 0 and plan.latent is None
@@ -299,10 +303,20 @@ class Mtp(HeadDecoder):
         """
         return features[:, :, 0]
 
+    def output(self, index: int) -> Mtp:
+        """Returns the drafter whose `logits` and `argmax` are those of MTP layer `index`."""
+        return self._outputs[index]
+
+    def _with_output(self, part: MtpPart, head: Weight) -> Mtp:
+        """Returns a copy of this drafter with the final norm and the output matrix of another layer."""
+        found = copy.copy(self)
+        found.weights = replace(self.weights, norm=part.norm, head=head)
+        return found
+
     def drafted(self, g: Tensor, rows: ForwardBatch, index: int = 0) -> Tensor:
         """Runs MTP layer `index` and its final norm. Returns the hidden states for logits, [B, Q, hidden].
 
-        Writes K and V of the layer to the cache.
+        Writes K and V of the layer to the cache. With `MtpSpec.own_heads`, `logits` applies the final norm.
 
         Args:
             g: [B, Q, hidden], the hidden states from `condense` or `feature`. For a layer after the first, the result
@@ -338,7 +352,8 @@ class Mtp(HeadDecoder):
         Args:
             made, rows: see `Eagle3.resumed`.
         """
-        return self._norm(self.spec.plans[0], self._resumed(made, rows), self.weights.norm)
+        x = self._resumed(made, rows)
+        return x if self.head.own_heads else self._norm(self.spec.plans[0], x, self.weights.norm)
 
     def feature(self, x: Tensor) -> Tensor:
         """Returns x, the result of `drafted`, unchanged. At the next position `drafted` reads it as g."""
@@ -374,6 +389,8 @@ class Mtp(HeadDecoder):
     def _tail(self, index: int, attended: Tensor, x: Tensor, tiling: Tiling) -> Tensor:
         """Completes an MTP layer after its attention: output projection, MLP and final norm. Returns [B, Q, hidden].
 
+        With `MtpSpec.own_heads` the final norm is left out.
+
         Args:
             index: index of the MTP layer.
             attended: result of the layer's attention.
@@ -381,15 +398,18 @@ class Mtp(HeadDecoder):
             tiling: tile sizes of the products.
         """
         x, _ = self._after_attention(index, attended, x, tiling)
-        return self._norm(self.spec.plans[index], x, self._parts[index].norm)
+        return x if self.head.own_heads else self._norm(self.spec.plans[index], x, self._parts[index].norm)
 
     def _raw_logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
-        """Returns the logits of hidden states. Leaves out the final norm, which `drafted` has already applied."""
-        return self.head_logits(hidden, tiling)
+        """Returns the logits of hidden states. Leaves out the final norm if `drafted` has already applied it."""
+        return super()._raw_logits(hidden, tiling) if self.head.own_heads else self.head_logits(hidden, tiling)
 
     def _raw_argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None) -> None:
-        """Writes the argmax of the logits to `out`. Leaves out the final norm, which `drafted` has already applied."""
-        self.head_argmax(hidden, limit, tiling, out, work=self._work, ids=ids)
+        """Writes the argmax of the logits to `out`. Leaves out the final norm if `drafted` has already applied it."""
+        if self.head.own_heads:
+            super()._raw_argmax(hidden, limit, tiling, out, ids)
+        else:
+            self.head_argmax(hidden, limit, tiling, out, work=self._work, ids=ids)
 
 
 def _mtp_part(weights: HeadWeights, index: int) -> MtpPart:
@@ -397,7 +417,8 @@ def _mtp_part(weights: HeadWeights, index: int) -> MtpPart:
     fc, *norms = (f"{part_name(name, index)}.weight" for name in (FC, EMBED_NORM, HIDDEN_NORM, NORM))
     found = [weights.vector(name) for name in norms[:2]]
     last = weights.vector(norms[2]) if index else weights.decoder.norm
-    return MtpPart(_there(weights.matrix(fc)), _there(found[0]), _there(found[1]), _there(last))
+    head = weights.matrix(f"{part_name(OUTPUT, index)}.weight")
+    return MtpPart(_there(weights.matrix(fc)), _there(found[0]), _there(found[1]), _there(last), head)
 
 
 MASK_TENSOR: Final = "mask_embedding"

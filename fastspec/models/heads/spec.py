@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 HeadKind = Literal["eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp", "assistant"]
 
-Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "mimo", "mimo-v2", "google", "nemotron"]
+Layout = Literal["eagle", "z-lab", "deepspec", "speculators", "mtp", "nextn", "step", "mimo", "mimo-v2", "google",
+                 "nemotron"]  # fmt: skip
 
 NAMES: Final[Mapping[HeadKind, str]] = {
     "eagle3": "EAGLE-3",
@@ -51,6 +52,7 @@ LAYOUTS: Final[Mapping[Layout, str]] = {
     "mtp": "layout of Qwen",
     "nextn": "layout of DeepSeek and GLM",
     "mimo": "layout of MiMo",
+    "step": "layout of Step 3.5",
     "mimo-v2": "layout of MiMo-V2",
     "google": "layout of Google",
     "nemotron": "layout of Nemotron",

@@ -157,6 +157,7 @@ def _of_mtp(loader: Loader, spec: MtpSpec, target: DecoderWeights) -> HeadWeight
         others[part] = loader.weight(part)
     layers = tuple(layer_weights(loader, spec.decoder, index) for index in range(spec.num_layers))
     head = loader.weight("lm_head.weight", use="head") if spec.own_head else target.head
+    others |= {name: loader.weight(name, use="head") for name in spec.outputs[1:]}
     norm = others.pop(f"{NORM}.weight")
     assert isinstance(norm, Tensor), "it has one axis"
     return HeadWeights(DecoderWeights(embed=target.embed, layers=layers, norm=norm, head=head), others)

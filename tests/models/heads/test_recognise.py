@@ -268,6 +268,19 @@ def test_the_config_is_read_strictly(target: Path, tmp_path: Path) -> None:
         (head / "config.json").write_text(json.dumps(before))
 
 
+def test_settings_that_are_not_known_are_refused_by_name(target: Path, tmp_path: Path) -> None:
+    """Those of NVIDIA's ModelOpt are known, with the values that published heads have."""
+    of_modelopt = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
+    of_modelopt |= {"next_layer_regular": True, "parallel_draft_step": 1, "parallel_draft_heads_num_layers": None}
+    assert spec_of(target, write_eagle3(tmp_path / "a", eagle3_tensors(), eagle_config=of_modelopt)).fc
+    for name, value in (("use_mtp_layernorm", True), ("parallel_draft_step", 2), ("gate_norm", 1)):
+        head = write_eagle3(tmp_path / name, eagle3_tensors(), eagle_config={**of_modelopt, name: value})
+        said = refused(target, head, UnsupportedModel)
+        assert f"eagle_config.{name}={value} in the config of this EAGLE-3 head is not known" in said
+    at_the_top = write_speculators(tmp_path / "top", eagle3_tensors(), draft_gating="soft")
+    assert "draft_gating='soft'" in refused(target, at_the_top, UnsupportedModel)
+
+
 @pytest.mark.parametrize("kind", ["head", "model"])
 def test_a_hub_id_is_looked_up_once(kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its config, then the weights and the further chat templates of that commit; whatever it turns out to be."""

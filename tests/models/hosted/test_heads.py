@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -15,6 +17,7 @@ from fastspec.models.hosted import admission
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.streams import LayerStreams, layers_in
 from fastspec.proposers.heads import Eagle3Drafts
+from tests.helpers import quantised
 from tests.helpers.dflash import Head, write_z_lab
 from tests.helpers.heads import eagle3_tensors, engine_with, write_eagle3
 from tests.helpers.hosted import make_model
@@ -37,7 +40,7 @@ def saved(path: Path, name: str, **options: Any) -> Path:
 
 def eagle(path: Path, **options: Any) -> Path:
     ids = {"eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in READ], "layer_ids": READ}
-    return write_eagle3(path, eagle3_tensors(**SIZES, **options), eagle_config=ids, num_aux_hidden_states=2)
+    return write_eagle3(path, eagle3_tensors(**{**SIZES, **options}), eagle_config=ids, num_aux_hidden_states=2)
 
 
 @pytest.mark.parametrize(("name", "shares"), [("qwen3_moe", True), ("deepseek_v3", False)])
@@ -74,6 +77,25 @@ def test_a_block_of_masks_drafts_for_a_hosted_target(tmp_path: Path) -> None:
             )
             assert all(torch.equal(each, plain) for each in drafted)
         assert "a DFlash head" in made.explain()
+
+
+def test_a_quantised_hosted_target_takes_a_head(tmp_path: Path) -> None:
+    """Hidden states are those of the quantised layers: the drafts are those beside the values that are meant."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 3}
+    plain = saved(tmp_path / "plain", "stablelm", max_position_embeddings=256, **sizes)
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    meant = quantised.write(plain, tmp_path / "q", settings, quantised.fp8_tensor)
+    shutil.copytree(plain, tmp_path / "meant")
+    save_file(meant, tmp_path / "meant" / "model.safetensors", metadata={"format": "pt"})
+    head, drafts = eagle(tmp_path / "head", hidden=48, target_hidden=128), []
+    for name in ("q", "meant"):
+        seen: list[Seen] = []
+        engine = engine_with(tmp_path / name, head)
+        assert isinstance(engine.modules.target, HostedModel)
+        assert texts(run(watched(engine, seen), GIVEN, CAPS, k=uneven)) == texts(run(engine, GIVEN, CAPS, k=0))
+        drafts.append([each.drafts for each in seen])
+    assert drafts[0] == drafts[1]
+    assert sum(map(len, drafts[0])) > 20
 
 
 def test_what_has_no_such_stream_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
