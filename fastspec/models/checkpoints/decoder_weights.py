@@ -392,8 +392,8 @@ class _Layer:
     def _joins_shared(self) -> bool:
         """True if the shared expert is loaded as more experts after the routed ones, in the same stack.
 
-        The shared expert must be as wide as some routed ones together, and neither may be quantised. One process must load the whole
-        layer, because ranks cut shared and routed experts differently.
+        The shared expert must be as wide as some routed ones together, and neither may be quantised. One process must
+        load the whole layer, because ranks cut shared and routed experts differently.
         """
         experts = self._plan.experts
         plain = experts is not None and not (experts.bias or experts.router_bias or experts.latent)
