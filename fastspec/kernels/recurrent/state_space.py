@@ -48,8 +48,8 @@ SpaceRule: TypeAlias = ConvRule | MambaRule | SelectiveRule
 MAX_STATE_DIM, MAX_GROUP = 256, 2**15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _TOKENS, _CHANNELS = 16, 64  # largest number of tokens, and channels, in a CTA of `_conv_kernel`
-# elements of the state in a CTA of `_mamba_kernel`: the first number that gives _ENOUGH CTAs, or the last. The sum over a
-# row of the state has one order for all
+# elements of the state in a CTA of `_mamba_kernel`: the first number that gives _ENOUGH CTAs, or the last. A row of the
+# state is added up in one order with all of them
 _TILES = (2048, 1024, 512)
 _ENOUGH = 1024
 _NORM_WARPS = 4
@@ -419,7 +419,8 @@ def scanned(
 
 def _state_rows(heads: int, dim: int, state_dim: int) -> int:
     """Returns the number of rows of a head's state in a CTA, for `heads` heads of all tokens' rows."""
-    keys, whole = triton.next_power_of_2(state_dim), int(triton.next_power_of_2(dim))
+    keys: int = triton.next_power_of_2(state_dim)
+    whole: int = triton.next_power_of_2(dim)
     blocks = [min(whole, max(4, tile // keys)) for tile in _TILES]
     return next((block for block in blocks if heads * triton.cdiv(dim, block) >= _ENOUGH), blocks[-1])
 
