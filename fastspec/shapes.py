@@ -294,7 +294,8 @@ class RoutingRule(NamedTuple):
             largest sums (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)
         factor = s of a chosen expert; for "logits" softmax over the chosen experts; divided by the sum of the factors
             plus `eps` with `normed`; times `scale`
-        with `shared` also expert E, after the chosen ones, whose factor is 1 ("whole"), or sigmoid(logits[E]) ("gated")
+        with `shared` also experts E .. E + shared_parts - 1, after the chosen ones, whose factor is 1 ("whole"), or
+            sigmoid(logits[E]) ("gated")
 
     Attributes:
         chosen: number of experts that are chosen for a token.
@@ -305,6 +306,7 @@ class RoutingRule(NamedTuple):
         kept_groups: number of groups from which experts are chosen.
         shared: type of the shared expert, which processes every token. None: there is none.
         eps: number that is added to the sum of the factors, with `normed`.
+        shared_parts: number of experts that the shared expert is stored as, with `shared`.
     """
 
     chosen: int
@@ -315,11 +317,12 @@ class RoutingRule(NamedTuple):
     kept_groups: int = 1
     shared: Literal["whole", "gated"] | None = None
     eps: float = 0.0
+    shared_parts: int = 1
 
     @property
     def held(self) -> int:
-        """Number of experts that process each token, including the shared expert."""
-        return self.chosen + (self.shared is not None)
+        """Number of experts that process each token, including the parts of the shared expert."""
+        return self.chosen + (0 if self.shared is None else self.shared_parts)
 
     @property
     def gates(self) -> int:

@@ -341,7 +341,7 @@ def shared_expert(settings: Settings, engine: Engine) -> str:
         why = "computed by torch"
     elif settings.ranks:
         why = "ranks split its columns"
-    elif plan.shared != plan.width:
+    elif not plan.shared_parts:
         why = f"{plan.shared} wide, the others {plan.width}"
     else:
         why = (

@@ -112,9 +112,9 @@ class Ops:
 
     @staticmethod
     def joins_shared(dtype: torch.dtype, hidden: int, device: torch.device) -> bool:
-        """True if an MoE layer's shared expert can be stored as one more routed expert.
+        """True if an MoE layer's shared expert can be stored as one or more routed experts.
 
-        It also needs the intermediate size of the routed experts. Its gate is then a row of the router, which is
+        It must also be as wide as one or more of them. Its gate is then a row of the router, which is
         row-major. Otherwise the shared expert is a separate MLP.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -486,7 +486,8 @@ class Decoder:
         norm = (layer.post_norm, self.spec.rms_eps)
         if weights.joined:
             h, logits = self.ops.normed_logits(x, *norm, router, bias, tiling)
-            rule = experts.routing._replace(shared="gated" if experts.shared_gate else "whole")
+            shared: Literal["gated", "whole"] = "gated" if experts.shared_gate else "whole"
+            rule = experts.routing._replace(shared=shared, shared_parts=experts.shared_parts)
             return *self.ops.route(logits.flatten(0, -2), rule, weights.correction), h
         if plan.fused_norm:
             logits = linear(x, router, bias, tiling, norm=norm, out_dtype=torch.float32)

@@ -68,7 +68,8 @@ def mixtures(arch: int) -> Calls:
         "route and norm",
         partial(route_normed, on_meta((5, 128), F32), rules[2], None, x, gamma, 1e-5),
     )
-    for rule in (RoutingRule(8, normed=True, shared="gated"), RoutingRule(8, "sigmoid", True, 2.5, shared="whole")):
+    whole = RoutingRule(6, "sigmoid", True, 2.5, shared="whole", shared_parts=2)
+    for rule in (RoutingRule(8, normed=True, shared="gated"), whole):
         correction = on_meta((256,), F32) if rule.scores == "sigmoid" else None
         logits = on_meta((5, 256 + rule.gates), F32)
         yield f"route {rule}", partial(route, logits, rule, correction)

@@ -260,8 +260,9 @@ class ExpertWeights:
         shared_gate: [1, hidden], gate of the shared expert, whose matrices are `gate_up` and `down` of `LayerWeights`.
         latent_in, latent_out: [latent, hidden] and [hidden, latent], projections before and after the experts. The
             experts' own matrices then have `latent` in place of `hidden`. None: there are no projections.
-        joined: True if the shared expert is stored as the last of the E + 1 experts in `gate_up` and `down`. Its gate,
-            if it has one, is the last row of the router, and `shared_gate` is None. The router is then row-major.
+        joined: True if the shared expert is stored as the last experts in `gate_up` and `down`, one or more of them.
+            Its gate, if it has one, is the last row of the router, and `shared_gate` is None. The router is then
+            row-major.
 
     A bias, `correction` or `shared_gate` is None if the model does not have it.
     """

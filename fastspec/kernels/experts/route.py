@@ -102,7 +102,7 @@ def route_kernel(
     beside,  # RowNorm
     E: tl.constexpr,
     CHOSEN: tl.constexpr,
-    HELD: tl.constexpr,  # CHOSEN, plus 1 if there is a shared expert
+    HELD: tl.constexpr,  # CHOSEN, plus the number of parts of the shared expert
     GATED: tl.constexpr,  # the shared expert's gate is the logit after those of the experts
     SCORES: tl.constexpr,  # value of the table SCORES
     NORMED: tl.constexpr,  # factors are divided by the sum of chosen scores
@@ -172,7 +172,7 @@ def _choose(
     keys = tl.where(e < E, _ordered(ranked), LEAST)  # LEAST is below the keys of all numbers and of NaN
     found = _ordered(scores)
     place = tl.arange(0, PLACES)
-    ids = tl.zeros((PLACES,), tl.int32) + E
+    ids = E + place - CHOSEN  # of the shared expert's parts; the others are replaced
     factors = tl.zeros((PLACES,), tl.float32)
     total = 0.0
     top = 0.0
@@ -208,7 +208,7 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
 
     Returns:
         ids int32 [R, held] of the chosen experts, and their factors, fp32 [R, held]. `held` is the number of chosen
-        experts, plus 1 with a shared expert.
+        experts, plus that of the shared expert's parts.
 
     Raises:
         ValueError: a shape, dtype or layout other than in the table above.

@@ -82,7 +82,14 @@ WIDEST = 128
 
 
 @triton.jit
-def _split_left(a, b, PARTS: tl.constexpr):
+def _halves(x):
+    """Splits x, in fp16, into two parts in bf16 whose sum is x without a rounding: fp16 has 11 bits, bf16 has 8."""
+    high = x.to(tl.bfloat16)
+    return high, (x.to(tl.float32) - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def _parts_left(a, b, PARTS: tl.constexpr):
     """Computes the product of a, in fp32, and b, in bf16 or fp32. For bf16, PARTS parts of `a` are multiplied."""
     if b.dtype == tl.bfloat16:
         part = a.to(tl.bfloat16)
@@ -97,7 +104,7 @@ def _split_left(a, b, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _split_right(a, b, PARTS: tl.constexpr):
+def _parts_right(a, b, PARTS: tl.constexpr):
     """Computes the product of a, in bf16 or fp32, and b, in fp32. For bf16, PARTS parts of `b` are multiplied."""
     if a.dtype == tl.bfloat16:
         part = b.to(tl.bfloat16)
@@ -108,6 +115,28 @@ def _split_right(a, b, PARTS: tl.constexpr):
             out = tl.dot(a, part, out)
     else:
         out = tl.dot(a, b, input_precision="ieee")
+    return out
+
+
+@triton.jit
+def _split_left(a, b, PARTS: tl.constexpr):
+    """Computes the product of a, in fp32, and b, in the dtype of the product. b in fp16 is multiplied in two parts."""
+    if b.dtype == tl.float16:
+        high, low = _halves(b)
+        out = _parts_left(a, low, PARTS - 1) + _parts_left(a, high, PARTS)
+    else:
+        out = _parts_left(a, b, PARTS)
+    return out
+
+
+@triton.jit
+def _split_right(a, b, PARTS: tl.constexpr):
+    """Computes the product of a, in the dtype of the product, and b, in fp32. a in fp16 is multiplied in two parts."""
+    if a.dtype == tl.float16:
+        high, low = _halves(a)
+        out = _parts_right(low, b, PARTS - 1) + _parts_right(high, b, PARTS)
+    else:
+        out = _parts_right(a, b, PARTS)
     return out
 
 

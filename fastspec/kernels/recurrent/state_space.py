@@ -19,8 +19,8 @@
 3. The kernels of mamba_prompt.py take the place of 2 in prefill passes of Mamba-2, where `plan_of` has a plan.
 4. `_keep_kernel` of prompt.py stores the convolution's inputs for the last tokens of a prefill pass.
 
-Batch invariance. Decode steps and prefill passes run the same machine code of 1, and of 2 in Mamba-1. So a token has
-the same bits in both.
+Batch invariance. Decode steps and prefill passes run 1, and 2 in Mamba-1. The tile of a CTA depends on the numbers of
+tokens and rows, but the sums of an element have one order in all tiles. So a token has the same bits in all passes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ from fastspec.shapes import ConvRule, MambaRule, SelectiveRule
 SpaceRule: TypeAlias = ConvRule | MambaRule | SelectiveRule
 MAX_STATE_DIM, MAX_GROUP = 256, 2**15
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_TOKENS, _CHANNELS = 16, 64  # tokens and channels in a CTA of `_conv_kernel`
-_TILE = 2048  # elements of the state in a CTA of `_mamba_kernel`
+_TOKENS, _CHANNELS = 16, 64  # largest number of tokens, and channels, in a CTA of `_conv_kernel`
+# elements of the state in a CTA of `_mamba_kernel`: the first number that gives _ENOUGH CTAs, or the last. A row of the
+# state is added up in one order with all of them
+_TILES = (2048, 1024, 512)
+_ENOUGH = 1024
 _NORM_WARPS = 4
 
 
@@ -385,8 +388,7 @@ def scanned(
         heads, dim, groups = rule.heads, rule.head_dim, rule.groups
         limits = StepLimits(rule.least_step, rule.most_step)
     out = product.new_empty(batch, tokens, rule.values)
-    keys = triton.next_power_of_2(rule.state_dim)
-    block = min(triton.next_power_of_2(dim), max(4, _TILE // keys))
+    block = _state_rows(batch * heads, dim, rule.state_dim)
     launch(
         _mamba_kernel,
         (batch, heads, triton.cdiv(dim, block)),
@@ -411,6 +413,14 @@ def scanned(
         enable_fp_fusion=False,
     )
     return out
+
+
+def _state_rows(heads: int, dim: int, state_dim: int) -> int:
+    """Returns the number of rows of a head's state in a CTA, for `heads` heads of all tokens' rows."""
+    keys: int = triton.next_power_of_2(state_dim)
+    whole: int = triton.next_power_of_2(dim)
+    blocks = [min(whole, max(4, tile // keys)) for tile in _TILES]
+    return next((block for block in blocks if heads * triton.cdiv(dim, block) >= _ENOUGH), blocks[-1])
 
 
 def mamba_norm(x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, rule: MambaRule | SelectiveRule) -> Tensor:
@@ -466,9 +476,10 @@ def _convolved(
     first = rule.values if isinstance(rule, MambaRule) else 0
     out = product.new_empty(batch, tokens, rule.channels)
     given = torch.empty_like(out) if gated and not step else out
+    each = min(_TOKENS, triton.next_power_of_2(tokens))
     launch(
         _conv_kernel,
-        (batch, triton.cdiv(tokens, _TOKENS), triton.cdiv(rule.channels, _CHANNELS)),
+        (batch, triton.cdiv(tokens, each), triton.cdiv(rule.channels, _CHANNELS)),
         product,
         ConvWeights(layer.conv, layer.conv_bias),
         slots,
@@ -483,7 +494,7 @@ def _convolved(
         PLACES=places,
         GATED=gated,
         BIASED=layer.conv_bias is not None,
-        TOKENS=_TOKENS,
+        TOKENS=each,
         BLOCK=_CHANNELS,
         num_warps=1,
         enable_fp_fusion=False,

@@ -55,11 +55,12 @@ def route(logits: Tensor, rule: RoutingRule, correction: Tensor | None = None) -
 
 
 def _with_shared(logits: Tensor, rule: RoutingRule, correction: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Computes `route` for a rule with a shared expert, which is the last chosen expert of every token."""
+    """Computes `route` for a rule with a shared expert, whose parts are the last experts of every token."""
     experts = logits.shape[1] - rule.gates
     ids, factors = route(logits[:, :experts], rule._replace(shared=None), correction)
     gate = sigmoid(logits[:, experts:]) if rule.gates else torch.ones_like(factors[:, :1])
-    last = torch.full_like(ids[:, :1], experts)
+    last = torch.arange(experts, experts + rule.shared_parts, dtype=ids.dtype, device=ids.device)
+    last, gate = last.expand(len(ids), -1), gate.expand(-1, rule.shared_parts)
     return torch.cat((ids, last), dim=-1), torch.cat((factors, gate), dim=-1)
 
 

@@ -358,7 +358,12 @@ class _Layer:
         experts = self._plan.experts
         assert experts is not None, "other layers have no stack"
         by_expert = [tuple(names[expert :: experts.count]) for expert in range(experts.count)]
-        self._made[row.place] = self._loader.stack([*by_expert, *self._joining(row)], gated=row.gated)
+        if self._joined:
+            (shared,), matrices = self._joining(row), 1 + experts.gated if row.gated else None
+            made = self._loader.stack_with_shared(by_expert, shared, experts.shared_parts, matrices)
+        else:
+            made = self._loader.stack(by_expert, gated=row.gated)
+        self._made[row.place] = made
         if biases:
             of_all = [name for expert in range(experts.count) for name in biases[expert :: experts.count]]
             self._made[f"{row.place}_bias"] = self._loader.tensor(*of_all).view(experts.count, -1)
@@ -385,14 +390,14 @@ class _Layer:
         return [tuple(self._names(other, other.leaf)) for other in joining]
 
     def _joins_shared(self) -> bool:
-        """True if the shared expert is loaded as one more expert after the routed ones, in the same stack.
+        """True if the shared expert is loaded as more experts after the routed ones, in the same stack.
 
-        The shared expert must be as wide as a routed one, and neither may be quantised. One process must load the whole
-        layer, because ranks cut shared and routed experts differently.
+        The shared expert must be as wide as some routed ones together, and neither may be quantised. One process must
+        load the whole layer, because ranks cut shared and routed experts differently.
         """
         experts = self._plan.experts
         plain = experts is not None and not (experts.bias or experts.router_bias or experts.latent)
-        if experts is None or experts.shared != experts.width or not plain:
+        if experts is None or not experts.shared_parts or not plain:
             return False
         matrices = [row for row in self._rows if row.joins or (row.takes_shared and row.kind == "matrix")]
         shared = [name for row in matrices for name in self._names(row, row.leaf)]

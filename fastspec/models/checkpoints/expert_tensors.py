@@ -12,6 +12,7 @@
 | transposed as above, gate and up interleaved, and biases | gpt-oss in 16 bits                       |
 | `gate_up_proj_blocks` and `_scales`, `down_proj_...`     | gpt-oss in mxfp4                         |
 | `gate_up_proj` in fp8 and `gate_up_proj_scale_inv`       | transformers 5 in fp8                    |
+| `gate_up_proj` in bytes and `gate_up_proj_weight_scale`  | ModelOpt in NVFP4, also transposed       |
 """
 
 from __future__ import annotations
@@ -47,7 +48,12 @@ GRANITE: Final = {
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 BLOCKS, SCALES = "_blocks", "_scales"
 # tensors beside a quantised stack: end of the name -> last part of the name for one expert's matrix
-BESIDE: Final = {"_scale_inv": "weight_scale_inv", "_activation_scale": "activation_scale"}
+BESIDE: Final = {
+    "_scale_inv": "weight_scale_inv",
+    "_activation_scale": "activation_scale",
+    **{f"_{leaf}": leaf for leaf in ("weight_scale", "weight_scale_2", "input_scale")},
+}
+BYTES: Final = "U8"  # dtype of stacks with two codes of four bits in a byte
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 _CODES_OF_BLOCK = 16  # bytes for 32 values
 
@@ -60,7 +66,7 @@ class ExpertPart:
         stored: name of the stored tensor. For mxfp4 without the suffix `_blocks`.
         expert: index of the expert on the tensor's first axis.
         rows: range of rows of the expert's matrix after it was transposed back, or of elements of its bias. None: the
-            expert has one number.
+            expert has one number, or all experts have the same.
         transposed: True if the expert's matrix is stored transposed.
     """
 
@@ -71,7 +77,7 @@ class ExpertPart:
 
     def of(self, tensor: Tensor) -> Tensor:
         """Returns the expert's matrix or bias as a view of `tensor`, which is the stored tensor."""
-        mine = tensor[self.expert]
+        mine = tensor if tensor.dim() == 0 else tensor[self.expert]
         return mine if self.rows is None else (mine.t() if self.transposed else mine)[self.rows]
 
 
@@ -129,6 +135,7 @@ class ExpertTensors(WrappedSource):
         self._interleaved = isinstance(plan.activation, ClampedGate)
         may_be_transposed = FAMILIES[spec.family].transposed_experts
         self._transposed = self._interleaved or (may_be_transposed and self._look_transposed(source.infos()))
+        self._bytes_transposed = self._look_transposed(source.infos(), packed=True)
         self._names: dict[str, str] = {}
         self._parts: dict[str, ExpertPart] = {}
         self._infos: dict[str, TensorInfo] = {}
@@ -144,17 +151,22 @@ class ExpertTensors(WrappedSource):
         """True if experts are stored as mxfp4."""
         return any(part.stored + BLOCKS in self._source.infos() for part in self._parts.values())
 
-    def _look_transposed(self, infos: Mapping[str, TensorInfo]) -> bool:
+    def _look_transposed(self, infos: Mapping[str, TensorInfo], packed: bool = False) -> bool:
         """True if the shapes show that the matrices of experts are stored transposed.
 
         The shape of a square matrix does not show it. But no layer has only square ones.
+
+        Args:
+            infos: properties of the stored tensors, by name.
+            packed: True for stacks with two codes in a byte, False for all others.
         """
         for stored, info in infos.items():
             name = found[3].removeprefix("experts.") if (found := PLACE.fullmatch(stored)) else ""
             if name not in _STACKS:
                 continue
             rows, width = self._size(name)
-            if rows != width and info.shape == (self._plan.count, width, rows):
+            width = width // 2 if packed else width
+            if (info.dtype == BYTES) == packed and rows != width and info.shape == (self._plan.count, width, rows):
                 return True
         return False
 
@@ -216,7 +228,14 @@ class ExpertTensors(WrappedSource):
             return
         plan, up = self._plan, kind == "gate_up_proj"
         rows, width = self._size(kind)
-        transposed = self._transposed and not blocks and not bias
+        packed = info.dtype == BYTES and not blocks
+        transposed = self._bytes_transposed if packed else self._transposed and not blocks and not bias
+        width = width // 2 if packed else width
+        if packed and self._interleaved:
+            raise CheckpointError(
+                f"{self._name}: {stored} in {info.where} has codes of experts whose gate and up rows alternate; wanted "
+                "mxfp4, or 16-bit values. Use the checkpoint that the model's authors publish"
+            )
         self._check(stored, info, self._shape(plan, rows, width, blocks, bias, transposed))
         step = 2 if self._interleaved else 1
         halves = {
@@ -247,20 +266,21 @@ class ExpertTensors(WrappedSource):
             info: properties of the tensor.
         """
         names, count = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,), self._plan.count
-        flat = len(info.shape) == 1
-        rows = info.shape[2 if self._transposed else 1] if len(info.shape) == 3 else 1
+        flat, transposed = len(info.shape) < 2, self._bytes_transposed if leaf == "weight_scale" else self._transposed
+        rows = info.shape[2 if transposed else 1] if len(info.shape) == 3 else 1
         splits = rows == 1 or rows % len(names) == 0
         if (
-            info.shape[:1] != (count,)
-            or len(info.shape) not in (1, 3)
+            info.shape[:1] not in ((), (count,))
+            or len(info.shape) == 2
+            or len(info.shape) > 3
             or not splits
             or (self._interleaved and not flat)
         ):
             raise CheckpointError(
-                f"{self._name}: {stored} in {info.where} has shape {list(info.shape)}, wanted [{count}], or one matrix "
-                "for each expert, of which one half is the gate's and the other half that of up"
+                f"{self._name}: {stored} in {info.where} has shape {list(info.shape)}, wanted [{count}], one number, "
+                "or one matrix for each expert, of which one half is the gate's and the other half that of up"
             )
-        other = info.shape[1 if self._transposed else 2] if not flat else 0
+        other = info.shape[1 if transposed else 2] if not flat else 0
         each = rows if rows == 1 else rows // len(names)  # a single scale belongs to both halves
         for at, part in enumerate(names):
             first = 0 if rows == 1 else at * each
@@ -269,7 +289,7 @@ class ExpertTensors(WrappedSource):
             for expert in range(count):
                 here = f"{experts}.{expert}.{part}.{leaf}"
                 self._enter(here, stored, shown)
-                self._parts[here] = ExpertPart(stored, expert, where, self._transposed)
+                self._parts[here] = ExpertPart(stored, expert, where, transposed)
 
     def _shape(
         self, plan: ExpertsPlan, rows: int, width: int, blocks: bool, bias: bool, transposed: bool

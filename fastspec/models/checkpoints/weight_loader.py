@@ -201,6 +201,35 @@ class Loader:
             self._copy(Part(tuple(names), None, None, partial(self._fill_experts, experts, made)))
         return made
 
+    def stack_with_shared(
+        self, experts: list[tuple[str, ...]], shared: tuple[str, ...], count: int, matrices: int | None
+    ) -> ExpertStack:
+        """Makes a stack of float values that also has the shared expert, in `count` parts after the routed experts.
+
+        A part is as wide as a routed expert. The sum of the parts' outputs is the shared expert's output.
+
+        Args:
+            experts: see `stack`.
+            shared: names of the shared expert's matrices, which are stacked along their rows.
+            count: number of parts.
+            matrices: number of matrices that are stacked along their rows, 2 with a gate. Each part has rows of each of
+                them. None: each part has columns, of the down projection.
+        """
+        names = tuple(name for each in experts for name in each)
+        rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
+        made = torch.empty((len(experts) + count, rows, width), dtype=self.dtype, device=self._place)
+        routed, parts = made[: len(experts)].view(-1, width), made[len(experts) :]
+        self._copy(Part(names, routed, None, partial(self._fill_tensor, names, routed, None, 0.0)))
+        place = (parts if matrices is None else parts.unflatten(1, (matrices, -1))).transpose(0, 1)  # in stored order
+        self._copy(Part(shared, place, None, partial(self._fill_shared, shared, place)))
+        return ExpertStack.of(made)
+
+    def _fill_shared(self, names: tuple[str, ...], place: Tensor, staging: _Staging | None) -> None:
+        """Fills a view of the shared expert's parts. It has the elements of the stacked matrices, in their order."""
+        stacked = torch.empty(_shape_of(self._infos, names), dtype=self.dtype, device=self._device)
+        self._fill_tensor(names, stacked, None, 0.0, staging)
+        place.copy_(stacked.view(place.shape))
+
     def _stored_kind(self, names: tuple[str, ...]) -> CodesKind | None:
         """Returns the quantised format in which all named matrices are stored. None: they have no common one."""
         kinds = [kind for name in names if (kind := self._source.kind(name)) is not None]
@@ -273,6 +302,7 @@ class Loader:
         fused = part.place.unpack() if isinstance(part.place, Weight) else part.place
         if part.order is not None:
             fused = torch.empty_like(fused).index_copy_(0, torch.tensor(part.order, device=fused.device), fused)
+        fused = fused.reshape(-1, *self._infos[name].shape[1:])  # a shared expert in parts has more axes
         start = sum(self._infos[each].shape[0] for each in part.names[: part.names.index(name)])
         return fused[start : start + self._infos[name].shape[0]]
 

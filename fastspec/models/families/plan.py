@@ -11,6 +11,7 @@ from fastspec.shapes import AttentionRule, ClampedGate, RoutingRule, SquaredRelu
 
 NormKind = Literal["rms", "rms_fp32", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu2"]
+MAX_SHARED_PARTS = 2  # with more parts a separate MLP would be faster for prompts
 HeadNorm = Literal["head", "head_after_rope", "projection"]
 
 
@@ -48,6 +49,12 @@ class ExpertsPlan:
     shared: int = 0
     shared_gate: bool = False
     latent: int = 0
+
+    @property
+    def shared_parts(self) -> int:
+        """Number of parts, each as wide as a routed expert, into which the shared expert can be divided. 0: none."""
+        parts, rest = divmod(self.shared, self.width)
+        return parts if rest == 0 and parts <= MAX_SHARED_PARTS else 0
 
     @property
     def gated(self) -> bool:

@@ -23,6 +23,8 @@ RULES = {
     "gpt-oss": RoutingRule(4, "logits"),
     "qwen shared": RoutingRule(8, normed=True, shared="gated"),
     "glm shared": RoutingRule(3, "sigmoid", True, 2.5, shared="whole"),
+    "shared in parts": RoutingRule(3, "sigmoid", True, 2.5, shared="whole", shared_parts=2),
+    "gated in parts": RoutingRule(4, shared="gated", shared_parts=2),
 }
 EXPERTS, HIDDEN = 24, 16
 

@@ -262,6 +262,19 @@ def test_bits_depend_on_the_tokens_before_alone(which: int, kind: str, device: s
 
 
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("kind", ["wide", "selective"])
+def test_the_tile_of_a_state_changes_no_bit(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches of other sizes have other tiles. The smallest one here has several programs for a head."""
+    product, found = a_product(kind, 3, 2, BF16, device), []
+    for tile in (512, 4096):
+        monkeypatch.setattr(state_space, "_TILES", (tile,))
+        case = a_case(kind, BF16, device)
+        found.append((case.run(OPS[kind][0], product, [0, 7, 30]), case.states))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("kind", ["mamba", "conv"])
 @BOTH
 def test_refused_tokens_leave_nothing(which: int, kind: str, device: str) -> None:

@@ -17,8 +17,10 @@ from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints.decoder_weights import load_weights, planned_bytes
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.layer_table import DecoderWeights
+from tests.helpers.families import make_family
 from tests.helpers.hybrid import VOCAB, decoder, logits_of
 from tests.helpers.mxfp4 import FILE, rewritten
+from tests.helpers.quantised import modelopt_fp4
 from tests.helpers.quantised_experts import FORMS, config_of, save
 
 OPTIONS = {"dtype": torch.float32, "device": torch.device("cpu")}
@@ -143,13 +145,59 @@ def test_stacks_of_all_experts_in_fp8_mean_what_each_of_them_means(form: str, tm
                 assert torch.equal(mine.values(experts), theirs.values(experts))
 
 
+def stacked_fp4(tensors: dict[str, Tensor], transposed: bool, own: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Tensors with ModelOpt's stacks of all experts in NVFP4, and with the values that they mean.
+
+    Args:
+        tensors: in values, every expert's matrices under their own names.
+        transposed: True for stacks [E, K / 2, N].
+        own: True if every expert has a global scale of its own.
+    """
+    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    packed, meant = dict(kept), dict(kept)
+    for stack in {name.partition(".experts.")[0] + ".experts." for name in tensors.keys() - kept.keys()}:
+        for kind, parts in (("gate_up_proj", ("gate", "up")), ("down_proj", ("down",))):
+            whole = [torch.cat([tensors[f"{stack}{at}.{each}_proj.weight"] for each in parts]) for at in range(4)]
+            groups = [modelopt_fp4(each) for each in whole] if own else [modelopt_fp4(torch.cat(whole))]
+            for at, values in enumerate(torch.cat([values for _, values in groups]).chunk(4)):
+                for each, mine in zip(parts, values.chunk(len(parts)), strict=True):
+                    meant[f"{stack}{at}.{each}_proj.weight"] = mine.contiguous()
+            for leaf in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+                name = stack + kind + ("" if leaf == "weight" else f"_{leaf}")
+                found = [each[leaf] for each, _ in groups]
+                if found[0].dim() == 0:
+                    packed[name] = torch.stack(found) if own else found[0]
+                    continue
+                made = torch.cat([each.view(torch.uint8) for each in found]).unflatten(0, (4, -1))
+                made = made.transpose(1, 2).contiguous() if transposed else made
+                packed[name] = made.view(found[0].dtype)
+    return packed, meant
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(("transposed", "own"), [(False, True), (True, False)])
+def test_stacks_of_all_experts_in_nvfp4_stay_in_their_codes(transposed: bool, own: bool, tmp_path: Path) -> None:
+    quantised, meant = save("nvfp4", tmp_path)
+    packed, values = stacked_fp4(load_file(meant / FILE), transposed, own)
+    rewritten(quantised, packed)
+    rewritten(meant, values)
+    kept, dequantised, plain = weights_of(quantised, KEEPING), weights_of(quantised), weights_of(meant)
+    for stacks in zip(*(each.layers for each in (kept, dequantised, plain)), strict=True):
+        for name in ("gate_up", "down"):
+            codes, one, other = (getattr(each.experts, name) for each in stacks)
+            assert codes.codes is not None
+            assert torch.equal(one.data, other.data)
+            # scales of fp4 are a number of four bits times a factor of the row, to 2^-22
+            torch.testing.assert_close(codes.values(torch.arange(4)), one.data, rtol=2**-21, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_scales_of_a_stack_that_do_not_fit_its_halves_are_refused(tmp_path: Path) -> None:
     path, _ = save("fp8", tmp_path)
     tensors = stacked(load_file(path / FILE))
     name = next(each for each in tensors if each.endswith("experts.gate_up_proj_scale_inv"))
     for scales, words in (
-        (tensors[name].repeat(1, 2, 1)[:, :3], r"has shape \[4, 3, 1\], wanted \[4\], or one matrix"),
+        (tensors[name].repeat(1, 2, 1)[:, :3], r"has shape \[4, 3, 1\], wanted \[4\], one number, or one matrix"),
         (tensors[name][:3], r"has shape \[3, 2, 1\], wanted \[4\]"),
         (tensors[name].repeat(1, 2, 1), r"weight_scale_inv is F32 \[2, 1\], wanted .* \[1, 1\]"),
     ):
@@ -160,6 +208,16 @@ def test_scales_of_a_stack_that_do_not_fit_its_halves_are_refused(tmp_path: Path
     rewritten(path, tensors)
     with pytest.raises(CheckpointError, match=r"gate_proj\.weight_scale_inv is missing"):
         resolve(path, role="target")
+
+
+def test_stacks_of_codes_whose_gate_and_up_alternate_are_refused(tmp_path: Path) -> None:
+    make_family("gpt_oss").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / FILE)
+    name = next(each for each in tensors if each.endswith("experts.gate_up_proj"))
+    settings = {"quant_method": "modelopt", "quant_algo": "NVFP4", "config_groups": {}}
+    rewritten(tmp_path, {**tensors, name: tensors[name].to(torch.uint8)}, quantization_config=settings)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj in .* gate and up rows alternate; wanted mxfp4"):
+        resolve(tmp_path, role="target")
 
 
 def test_an_algorithm_of_one_layer_that_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from fastspec.models.families.plan import ExpertsPlan, LayerPlan
 from fastspec.models.layer_table import DecoderWeights
 from fastspec.shapes import ClampedGate, RoutingRule, Tiling
 from tests.helpers import hybrid
-from tests.helpers.families import VOCAB, config_of, decoder, logits_of, make_family
+from tests.helpers.families import FAMILIES, VOCAB, config_of, decoder, logits_of, make_family
 
 
 def experts_of(family: str, **changes: Any) -> list[ExpertsPlan | None]:
@@ -95,21 +95,34 @@ def joined_and_apart(model: PreTrainedModel) -> tuple[ModelSpec, DecoderWeights,
     )
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen2_moe", "qwen3_5_moe", "next"])
+# family: width of the shared expert, in parts as wide as the others
+SHARED = {
+    "glm4_moe": {"n_shared_experts": 2},
+    "qwen2_moe": {"shared_expert_intermediate_size": 48},
+    "qwen3_5_moe": {"shared_expert_intermediate_size": 64},
+    "next": {"shared_expert_intermediate_size": 32},
+    "nemotron_h": {"moe_shared_expert_intermediate_size": 64},
+    "granite4_moe": {"shared_intermediate_size": 64},
+}
+
+
+def model_of(family: str) -> PreTrainedModel:
+    """A tiny model of a family of SHARED."""
+    recurrent = hybrid.make_hybrid if family in hybrid.KINDS else hybrid.make_states
+    return (make_family if family in FAMILIES else recurrent)(family, **SHARED[family])
+
+
+@pytest.mark.parametrize("family", SHARED)
 def test_a_shared_expert_may_be_the_last_of_all(family: str) -> None:
     """The same logits, from the same bytes; the correction, groups and scale of the router do not reach it."""
-    if family in hybrid.KINDS:
-        model = hybrid.make_hybrid(family, shared_expert_intermediate_size=32)
-    else:
-        width = {"shared_expert_intermediate_size": 48} if family == "qwen2_moe" else {}
-        model = make_family(family, **width)
+    model = model_of(family)
     spec, joined, apart = joined_and_apart(model)
     mixtures = [layer for layer in joined.layers if layer.experts is not None]
     assert all(layer.experts.joined and layer.gate_up is None for layer in mixtures if layer.experts)
     assert not any(layer.experts.joined for layer in apart.layers if layer.experts)
     assert joined.nbytes() == apart.nbytes() == spec.weight_bytes(torch.float32)
     ids = torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
-    made, found = (hybrid.decoder, hybrid.logits_of) if family in hybrid.KINDS else (decoder, logits_of)
+    made, found = (decoder, logits_of) if family in FAMILIES else (hybrid.decoder, hybrid.logits_of)
     tiling = Tiling(rows=8, queries=8)
     expected, given = found(made(spec, apart), ids, 0, tiling), found(made(spec, joined), ids, 0, tiling)
     torch.testing.assert_close(given, expected, rtol=2e-4, atol=2e-4)  # sums in another order, logits around 10
@@ -120,7 +133,7 @@ def test_a_shared_expert_may_be_the_last_of_all(family: str) -> None:
 
 
 def test_a_shared_expert_of_another_width_stays_beside_the_others() -> None:
-    for model in (make_family("qwen2_moe"), make_family("glm4_moe", n_shared_experts=2)):
+    for model in (make_family("qwen2_moe"), make_family("glm4_moe", n_shared_experts=3)):
         _, joined, _ = joined_and_apart(model)
         assert not any(layer.experts.joined for layer in joined.layers if layer.experts)
         assert all(layer.gate_up is not None for layer in joined.layers)
