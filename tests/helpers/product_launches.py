@@ -143,6 +143,7 @@ def quantised_wide(arch: int) -> Calls:
         *(
             ("int4 zeros", 6144, 4096, "norm", 32),
             ("int4 64", 3072, 2048, "pick", 32),
+            ("int8", 3072, 2048, "pick+ids", 32),
             ("fp8 blocks", 6144, 4096, "norm", 64),
         ),
         ("int8 with -128", 4096, 4096, "fp32", 64),

@@ -33,6 +33,7 @@ SPILLS = {
     ("_flash_kernel", 255): 56,  # heads of 96 and 128
     ("chunk_kernel", 168): 232,  # heads of 256 with a window, 168 without; of 128 112 and 8; outside of the loops
     ("chunk_kernel", 240): 72,  # heads of 256
+    ("_look_up_kernel", None): 16,  # of 16 warps: faster than 8 without
     ("_groups_kernel", 80): 16,
     ("_groups_kernel", None): 32,
     ("_distribution_kernel", None): 72,

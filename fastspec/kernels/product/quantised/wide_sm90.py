@@ -285,7 +285,7 @@ def _multiply(
     If these are all S splits, they are added, and the epilogue follows. Else the sums over each split are stored as
     partial sums.
     """
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, parts_ptr = epilogue
+    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, parts_ptr = epilogue
     R: gl.constexpr = ring.ws.shape[1] * 16
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
@@ -322,7 +322,7 @@ def _multiply(
             scale = splits_scale(squares_ptr, row, row < M, M, eps, K, S)
             total = total * row_factor(scale, total)
         if keys_ptr is not None:
-            enter_keys(total, tile, first_row, keys_ptr, M, N, limit)
+            enter_keys(total, tile, first_row, keys_ptr, ids_ptr, M, N, limit)
         else:
             added = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
             write_tile(
