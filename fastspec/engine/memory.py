@@ -144,7 +144,7 @@ class Layout:
         return self.chunks[: len(smaller) + 1]
 
     def pass_tokens(self, max_length: int) -> int:
-        """Returns the number of tokens of the largest prefill pass. With Triton a pass may have tokens of several prompts."""
+        """Returns the number of tokens of the largest prefill pass. With Triton it may read several prompts."""
         one = self.chunks_for(max_length)[-1]
         return max(one, min(SHARED_TOKENS, self.batch * one)) if self.ops.name == "triton" else one
 
