@@ -167,7 +167,7 @@ def _step_shapes(settings: Settings, state: DecodeState, proposer: Proposer | No
 def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> PassSizes:
     """Returns the sizes of prefill passes.
 
-    One pass may feed the last tokens of several prompts if every prompt gets the same bits as alone.
+    One pass may process the last tokens of several prompts if every prompt gets the same bits as alone.
 
     Args:
         settings: settings of the generator.
@@ -453,7 +453,7 @@ def _same_bits_of_both(
     """Returns `PassSizes.same_bits` and `PassSizes.draft_chunks` for target and draft model.
 
     Args:
-        chunks: numbers of tokens that a prefill pass may feed.
+        chunks: numbers of tokens that a prefill pass may have.
         made: the models.
         device: device of the models.
     """
@@ -475,7 +475,7 @@ def _same_bits(
     depend on it, too.
 
     Args:
-        chunks: numbers of tokens that a prefill pass may feed.
+        chunks: numbers of tokens that a prefill pass may have.
         models: target and draft model.
         matrices: weight matrices that the passes read.
         device: device of the models.

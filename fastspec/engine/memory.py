@@ -81,7 +81,7 @@ class Layout:
         page_size: number of positions per KV cache page.
         target, draft: specs of the models. draft is None if there is no draft model and no head.
         target_dtype, draft_dtype: dtype of weights, activations and, unless `kv_dtypes` is set, KV caches.
-        chunks: numbers of prompt tokens that one prefill pass may feed, ascending.
+        chunks: numbers of prompt tokens that one prefill pass may have, ascending.
         ops: implementation of the kernels.
         keep_draft_probs: True if the draft's probability distributions are kept until verification.
         feature_layers: number of target layers whose hidden states the proposer reads.
@@ -144,7 +144,7 @@ class Layout:
         return self.chunks[: len(smaller) + 1]
 
     def pass_tokens(self, max_length: int) -> int:
-        """Returns the number of tokens of the largest prefill pass. With Triton a pass may feed several prompts."""
+        """Returns the number of tokens of the largest prefill pass. With Triton it may read several prompts."""
         one = self.chunks_for(max_length)[-1]
         return max(one, min(SHARED_TOKENS, self.batch * one)) if self.ops.name == "triton" else one
 

@@ -1,4 +1,4 @@
-"""Prefill passes. They feed the tokens of prompts to the models through separate buffers, the prefill slots."""
+"""Prefill passes: models read prompts through separate buffers, the prefill slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LARGEST_CAPTURED = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
-    """Buffers of the rows that a prefill pass feeds. They are separate from the buffers of the batch slots.
+    """Buffers of the rows of a prefill pass. They are separate from the buffers of the batch slots.
 
     Attributes:
         state: buffers of the rows. K and V are written to the KV cache pages of the requests whose prompts are fed.

@@ -127,7 +127,7 @@ def settings_of(target: ModelSource, draft: ModelSource | None, config: Config) 
 
 
 def _chunks(config: Config, device: torch.device, target: ModelSource, draft: ModelSource | None) -> tuple[int, ...]:
-    """Returns the numbers of prompt tokens that one prefill pass may feed, ascending.
+    """Returns the numbers of prompt tokens that one prefill pass may have, ascending.
 
     On a CPU it is one number, unless all matrix products give the same bits for every number of tokens. Only matrix
     products with blocked weights give the same bits.

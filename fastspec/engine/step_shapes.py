@@ -128,7 +128,7 @@ class StepShapes:
 
         Args:
             upto: upper limit (exclusive) of the positions of the pass.
-            chunk: number of prompt tokens that the pass feeds per row.
+            chunk: number of prompt tokens of each row in the pass.
             sampler: see StepShape.
         """
         if self.static:

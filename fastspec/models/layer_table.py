@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -268,11 +268,12 @@ class DecoderWeights:
         return list({id(each): each for each in held if each is not None}.values())
 
 
-def _held(
-    part: LayerWeights | StateWeights | LatentWeights | BlockWeights | None,
-) -> Iterator[Weight | ExpertWeights | Tensor | None]:
+_Group: TypeAlias = StateWeights | LatentWeights | BlockWeights  # fields of `LayerWeights` with tensors of their own
+
+
+def _held(part: LayerWeights | _Group | None) -> Iterator[Weight | ExpertWeights | Tensor | None]:
     for each in () if part is None else fields(part):
-        if not isinstance(held := getattr(part, each.name), StateWeights | LatentWeights | BlockWeights):
+        if not isinstance(held := getattr(part, each.name), _Group):
             yield held
 
 

@@ -400,7 +400,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Prefills waiting prompts in the order of arrival. Stops at a budget of tokens if other calls are decoding."""
-        fed, queue, began, admitted = 0, self._queue, None, dict[int, Request]()
+        fed, queue, began = 0, self._queue, None
+        admitted: dict[int, Request] = {}
         budgets = queue.budgets(len(self._rows))
         while (request := queue.request or (began := self._begin())) is not None:
             budget = self._budget(self._calls[request])

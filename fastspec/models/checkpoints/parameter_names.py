@@ -171,7 +171,9 @@ def check_copies(source: TensorSource, spec: ModelSpec, name: str) -> None:
 
 
 def _renamed(source: TensorSource, spec: ModelSpec) -> RenamedTensors:
-    family, stored, copies = FAMILIES[spec.family], dict[str, str](), dict[str, list[str]]()
+    family = FAMILIES[spec.family]
+    stored: dict[str, str] = {}
+    copies: dict[str, list[str]] = {}
     for name in source.infos():
         usual = family.located(spec.plans, usual_name(name, family.renamed))
         if stored.setdefault(usual, name) != name:

@@ -307,7 +307,7 @@ class Loader:
         return fused[start : start + self._infos[name].shape[0]]
 
     def refill(self, source: TensorSource, names: Collection[str]) -> None:
-        """Fills every weight again, in place, that contains one of the named tensors.
+        """Refills in place every weight that contains one of the named tensors.
 
         Args:
             source: all tensors of these weights. They have the shapes and quantised formats of the first load.

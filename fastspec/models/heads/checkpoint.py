@@ -85,7 +85,8 @@ class HeadTensors(RenamedTensors):
 
     def __init__(self, directory: Path) -> None:
         refuse_pickled(directory)
-        source, names = ShardTensors(directory), dict[str, str]()
+        source = ShardTensors(directory)
+        names: dict[str, str] = {}
         for stored in source.infos():
             name = plain_name(stored)
             if name in names:

@@ -63,7 +63,8 @@ def kinds_of(shell: nn.Module, plan: Mapping[str, str] | None) -> dict[str, CutK
     """
     if not plan:
         raise UnsupportedModel(f"transformers publishes no plan for it ({PLAN} of its config)")
-    prefix, found = base_name(shell), dict[str, CutKind]()
+    prefix = base_name(shell)
+    found: dict[str, CutKind] = {}
     base = shell.get_submodule(prefix)
     experts = set(expert_layers(base))
     for name, part in base.named_modules():
