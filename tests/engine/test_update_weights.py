@@ -178,6 +178,34 @@ def test_steps_are_captured_again_after_an_update_that_died_behind_a_new_layout(
     assert again == [[]]
 
 
+def send(directory: Path, device: str, handles: Any, ended: Any) -> None:
+    """Holds a checkpoint's tensors in a process of its own, and sends handles of them."""
+    held = {name: each.to(device) for name, each in tensors_of(directory).items()}
+    handles.put([(name, reduce_tensor(each)) for name, each in held.items()])
+    ended.wait(60)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+def test_weights_from_another_process(device: str, two: tuple[Path, Path]) -> None:
+    """By shared memory or CUDA IPC, between calls whose steps were captured before."""
+    context = torch.multiprocessing.get_context("spawn")
+    handles, ended = context.Queue(), context.Event()
+    trainer = context.Process(target=send, args=(two[1], device, handles, ended), daemon=True)
+    trainer.start()
+    more: dict[str, Any] = {"dtype": "float32", "device": device}
+    with FastSpecGenerator(two[0], proposer=NGram(), **OPTIONS | more) as gen:
+        before, held = result(gen), places(gen)
+        gen.update_weights(handles.get(timeout=60), version="sent")
+        assert result(gen) == fresh(two[1], **more) != before
+        assert places(gen) == held
+        assert gen.weight_version == "sent"
+    ended.set()
+    trainer.join(30)
+    assert trainer.exitcode == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("symmetric", [False, True], ids=["same form", "other form"])
 def test_codes_that_captured_steps_read(symmetric: bool, tmp_path: Path) -> None:
