@@ -165,9 +165,17 @@ def test_a_layer_of_the_checkpoint_drafts_and_changes_no_text(with_mtp: Path) ->
             assert output(gen, [prompt]).new_tokens == [text]
 
 
-@pytest.fixture(params=["itself", "mtp"])
-def engine(request: pytest.FixtureRequest, target: Path, with_mtp: Path) -> Iterator[Engine]:
-    pair = (target, target) if request.param == "itself" else (with_mtp, "mtp")
+@pytest.fixture(scope="module")
+def of_mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mamba-2, attention, an MLP and experts."""
+    path = tmp_path_factory.mktemp("mamba")
+    make_states("nemotron_h", std=0.1, hidden_size=256).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(params=["itself", "mtp", "mamba"])
+def engine(request: pytest.FixtureRequest, target: Path, with_mtp: Path, of_mamba: Path) -> Iterator[Engine]:
+    pair = {"itself": (target, target), "mtp": (with_mtp, "mtp"), "mamba": (of_mamba, of_mamba)}[request.param]
     options = {**OPTIONS, "dtype": "bfloat16", "max_length": 1024}
     with FastSpecGenerator(*pair, num_speculative_tokens=DRAFTS, **options) as gen:
         yield gen._open().engine

@@ -91,7 +91,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention", "moe"],
             **{"ssm_state_size": 24, "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16},
             **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1},
-            **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48, "routed_scaling_factor": 1.5},
+            **{"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5},
         },
     ),
     "nemotron_super": (
