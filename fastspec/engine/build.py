@@ -35,6 +35,7 @@ from fastspec.kv_cache.states import StateCache
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.decoder_weights import allocate_weights
 from fastspec.models.checkpoints.quantised.tensors import CacheScales, scales_of_layers
+from fastspec.models.checkpoints.row_order import in_front
 from fastspec.models.compiled import CompiledDecoder
 from fastspec.models.config import ModelSpec
 from fastspec.models.decoder import Decoder
@@ -320,8 +321,8 @@ class _Models:
             return None
         layout = self._settings.layout
         if not isinstance(draft, HeadCheckpoint):
+            draft, vocab_map = _mapped(draft, shared_vocab, self._settings.device)
             model = self.model(draft, layout.draft_dtype)
-            vocab_map = _vocab_map(shared_vocab, self._settings.device)
             size, length = shared_vocab.size, draft.spec.max_length
             more = (model, self._ops, size, length, self._mark, self._work, vocab_map)
             if draft.mask_id is None:
@@ -403,11 +404,20 @@ class _Models:
         return PagedKVCache.for_heads(heads, *sizes, **more)
 
 
-def _vocab_map(shared: SharedVocab, device: torch.device) -> VocabMap | None:
-    """Returns the tables that map draft ids to target ids and back. None: both models have the same tokenizer."""
-    if shared.target_ids is None or shared.shown is None:
-        return None
-    return VocabMap.of(shared.target_ids.to(device), shared.size, shared.shown.to(device))
+def _mapped(draft: Checkpoint, shared: SharedVocab, device: torch.device) -> tuple[Checkpoint, VocabMap | None]:
+    """Returns a draft model's checkpoint, and the tables that map its ids to target ids and back.
+
+    The tables are None if both models have the same tokenizer. Otherwise the rows of shared ids come first, if the
+    draft model's rows can be put in another order.
+    """
+    ids, shown = shared.target_ids, shared.shown
+    if ids is None or shown is None:
+        return draft, None
+    if (ordered := in_front(draft, ids >= 0)) is not None:
+        order = ordered.row_order
+        assert order is not None, "as asked for"
+        draft, ids, shown = ordered, ids[order], order.argsort()[shown]
+    return draft, VocabMap.of(ids.to(device), shared.size, shown.to(device))
 
 
 def _prefix_cache(

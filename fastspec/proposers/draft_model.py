@@ -137,12 +137,19 @@ class DraftModel(ProposerBase):
             hidden: [B, 1, hidden], hidden states of the draft model.
             j: index of the draft token, from 0.
         """
+        found = state.draft_tokens[:, j]
         if shape.sampler == GREEDY and self._map is None:
-            self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=state.draft_tokens[:, j])
+            self.model.argmax(hidden[:, 0], self.shared_vocab, shape.tiling, out=found)
+            return
+        if shape.sampler == GREEDY and self._map is not None and self._map.first is not None:
+            # zeros: while kernels are only compiled, no ids are written, but ids are used as indices
+            picks = torch.zeros(len(found), dtype=torch.int64, device=found.device)
+            self.model.argmax(hidden[:, 0], self._map.first, shape.tiling, out=picks)
+            torch.index_select(self._map.places, 0, picks, out=found)
             return
         logits = self.model.logits(hidden, shape.tiling)
         if shape.sampler == GREEDY and self._map is not None:
-            state.draft_tokens[:, j].copy_(self._map.best(logits[:, 0]))
+            found.copy_(self._map.best(logits[:, 0]))
             return
         logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
@@ -236,11 +243,13 @@ class VocabMap:
         places: int64 [draft ids], for each draft id the target id with the same text; the number of target ids if there
             is none.
         known: bool [draft ids], True if the target has an id with the same text.
+        first: number of draft ids for which the target has an id, if these come before all others. None: they do not.
     """
 
     to_draft: Tensor
     places: Tensor
     known: Tensor
+    first: int | None
 
     @classmethod
     def of(cls, target_ids: Tensor, target_vocab: int, to_draft: Tensor | None = None) -> VocabMap:
@@ -261,7 +270,8 @@ class VocabMap:
         if to_draft is None:
             to_draft = torch.zeros(target_vocab, dtype=torch.int64, device=target_ids.device)
             to_draft[target_ids[known]] = torch.arange(len(places), device=target_ids.device)[known]
-        return cls(to_draft, places, known)
+        count = int(known.sum())
+        return cls(to_draft, places, known, count if bool(known[:count].all()) else None)
 
     def best(self, logits: Tensor) -> Tensor:
         """Returns the target id of the largest logit. Draft ids that the target lacks are left out.
@@ -273,7 +283,10 @@ class VocabMap:
 
     def in_target_ids(self, logits: Tensor) -> Tensor:
         """Converts logits [..., draft ids] to [..., target ids]. Ids that the draft lacks get -inf."""
-        wide = logits.new_full((*logits.shape[:-1], len(self.to_draft) + 1), -torch.inf)
+        shape, first = (*logits.shape[:-1], len(self.to_draft)), self.first
+        if first is not None:
+            return logits.new_full(shape, -torch.inf).index_copy_(-1, self.places[:first], logits[..., :first])
+        wide = logits.new_full((*shape[:-1], shape[-1] + 1), -torch.inf)
         return wide.index_copy_(-1, self.places, logits)[..., :-1]
 
 

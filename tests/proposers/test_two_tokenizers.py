@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator
+from fastspec.engine import build
+from fastspec.proposers.draft_model import DraftModel
 from tests.helpers.checkpoints import make_checkpoint, make_model, write_tokenizer
 
 ROWS = 101
@@ -57,3 +59,39 @@ def test_a_draft_with_half_of_the_tokens_changes_no_text(tmp_path: Path, options
         found = both.generate(PROMPTS, max_new_tokens=40, return_dict_in_generate=True, **options)
         assert torch.equal(found.sequences, wanted)
         assert 0 < found.stats.accepted < found.stats.drafted
+
+
+def test_ids_that_the_target_lacks_are_never_drafted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of shared ids come first when the draft is loaded; drafts are those of all logits, masked."""
+    target, draft = pair(tmp_path)
+    write_tokenizer(draft, [WORDS[index] if index % 3 else f"x{index}" for index in ORDER.tolist()])
+    calls: list[dict[str, Any]] = [{}, {"do_sample": True, "temperature": 1.3, "seed": 7}]
+
+    def made() -> FastSpecGenerator:
+        with pytest.warns(UserWarning, match="tokens that both have"):
+            return generator(target, draft, num_speculative_tokens=4, verification="coupled")
+
+    def found(of: FastSpecGenerator) -> list[tuple[list[list[int]], int, int]]:
+        runs = [of.generate(PROMPTS, max_new_tokens=8, return_dict_in_generate=True, **options) for options in calls]
+        return [(each.sequences.tolist(), each.stats.accepted, each.stats.drafted) for each in runs]
+
+    with made() as ordered:
+        drafter = ordered._loop.engine.modules.proposer
+        assert isinstance(drafter, DraftModel)
+        assert drafter._map is not None
+        assert drafter._map.first == sum(index % 3 > 0 for index in range(ROWS))
+        assert not drafter._map.known.all()
+        before = found(ordered)
+        ordered.update_weights(draft, model="draft")
+        assert found(ordered) == before, "an update puts its rows in the same order"
+        ordered.sleep(2)
+        ordered.wake()
+        assert found(ordered) == before
+    monkeypatch.setattr(build, "in_front", lambda draft, shared: None)
+    with made() as masked:
+        drafter = masked._loop.engine.modules.proposer
+        assert isinstance(drafter, DraftModel)
+        assert drafter._map is not None
+        assert drafter._map.first is None
+        assert found(masked) == before
+    assert 0 < before[0][1] < before[0][2]

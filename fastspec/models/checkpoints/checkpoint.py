@@ -18,6 +18,7 @@ from fastspec.models.config import ModelSpec
 from fastspec.models.hosted.info import HostedInfo
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import GenerationConfig
 
     from fastspec.kernels.common.codes import CodeFormat
@@ -63,6 +64,7 @@ class Checkpoint:
         mtp: True if the checkpoint also has MTP layers.
         mask_id: id of the mask token of a PARD draft model. Such a model computes several draft tokens in one forward
             pass, one at each mask token. None: any other model.
+        row_order: int64 [ids], for each row of the loaded embedding and head the row of the stored one. None: the same.
         gguf_header: parsed header of the GGUF file that has config, tokenizer and weights. None: not a GGUF file.
         count: function that computes `bytes_loaded`.
     """
@@ -81,6 +83,7 @@ class Checkpoint:
     sliced: Sliced | None = None
     mtp: bool = False
     mask_id: int | None = None
+    row_order: Tensor | None = None
     gguf_header: GgufHeader | None = None
     count: ByteCount = field(kw_only=True)
 

@@ -28,6 +28,7 @@ from fastspec.models.checkpoints.live_module import ModuleTensors
 from fastspec.models.checkpoints.parameter_names import named, with_usual_names
 from fastspec.models.checkpoints.quantised.tensors import QuantisedShards
 from fastspec.models.checkpoints.rank_slices import SlicedTensors
+from fastspec.models.checkpoints.row_order import WithRowOrder
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.checkpoints.tensor_checks import check_no_others, check_tensors
 from fastspec.models.checkpoints.tensor_source import TensorSource
@@ -205,10 +206,14 @@ def whole_spec(checkpoint: Checkpoint) -> ModelSpec:
 def own_part(source: TensorSource, checkpoint: Checkpoint) -> TensorSource:
     """Returns a source of the slices that this rank loads. If one rank loads the whole model, returns `source` itself.
 
+    With `checkpoint.row_order` the rows of the embedding and of the head are in that order.
+
     Args:
         source: source of the whole tensors, by the names of the model's parameters.
         checkpoint: checkpoint of the model. Its `sliced` says which part this rank loads.
     """
+    if checkpoint.row_order is not None:
+        return WithRowOrder(source, checkpoint.row_order)
     if checkpoint.sliced is None:
         return source
     return SlicedTensors(source, slices_of(checkpoint.sliced.spec, checkpoint.sliced.share, checkpoint.sliced.unit))
