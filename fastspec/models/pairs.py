@@ -129,7 +129,7 @@ def _found(model: str, group: TokenizerGroup, billions: float | None, by: str) -
     Args:
         model: name that the user gave.
         group: tokenizer group of the model.
-        billions: its parameters in billions, of which a mixture reads so many for a token. None: unknown.
+        billions: parameters that a forward pass reads for one token, in billions. None: unknown.
         by: description of how it was recognised.
     """
     largest = math.inf if billions is None else LARGEST_SHARE * billions
