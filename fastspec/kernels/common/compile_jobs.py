@@ -199,8 +199,8 @@ def _work(asked: Connection) -> None:
 def _compile(job: bytes, *, launcher: bool) -> None:
     """Compiles a job, and with `launcher` the host function that launches its kernel.
 
-    The C compiler takes about a second for the launcher. It runs while Triton compiles the kernel, unless an argument is
-    a TMA descriptor: then the launcher depends on the compiled kernel.
+    The C compiler takes about a second for the launcher. It runs while Triton compiles the kernel, unless an argument
+    is a TMA descriptor: then the launcher depends on the compiled kernel.
     """
     import triton
 
@@ -225,8 +225,8 @@ def _make_launcher(source: Any, metadata: Any) -> None:
 
     Args:
         source: source of the kernel.
-        metadata: metadata of the compiled kernel. None: there is none yet. Triton then stores the function and raises an
-            AttributeError, which is ignored.
+        metadata: metadata of the compiled kernel. None: there is none yet. Triton then stores the function and raises
+            an AttributeError, which is ignored.
     """
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import CudaLauncher
