@@ -249,7 +249,7 @@ def _merge(rank, index, share, counters_ptr, RULE: tl.constexpr):
             tl.atomic_add(counters_ptr + RESIDUAL, total, sem="relaxed")
 
 
-@triton.jit(noinline=True)  # see logits.py
+@triton.jit
 def sample_dense(
     q_ptr,
     dist,
@@ -286,7 +286,6 @@ def sample_dense(
         begin: this CTA's first chunk.
     """
     LANES: tl.constexpr = CHUNK // 4
-    tl.debug_barrier()
     # the line is not greedy here; constants need no registers
     known, none = tl.full([], KNOWN, tl.int32), tl.full([], -1, tl.int32)
     dist = LINE_DISTRIBUTION(known, dist.largest, dist.normaliser, dist.key, dist.cut, none)
@@ -314,7 +313,6 @@ def sample_dense(
             who = tl.where(highest > best, first, who)
             best = tl.maximum(highest, best)
     _merge(best, who, shares, counters_ptr, RULE)
-    tl.debug_barrier()
 
 
 @triton.jit
