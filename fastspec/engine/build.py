@@ -188,6 +188,7 @@ def _pass_sizes(settings: Settings, made: _Models, modules: StepModules) -> Pass
         draft_chunks,
         batch_tokens=settings.layout.pass_tokens(settings.max_length) if shared else 0,
         budget=settings.config.prefill_budget,
+        all_captured=any(each.format == "codes" for each in (*made.matrices, *made.of_draft_model)),
     )
 
 

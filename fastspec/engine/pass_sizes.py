@@ -10,6 +10,8 @@ from fastspec.shapes import chunks_of
 # blocks of the smallest shared pass; larger ones have a multiple of it. With blocks of 64 tokens a smaller pass would
 # take the same time, that of reading the weights
 _LEAST_BLOCKS = 4
+# largest captured pass, in tokens: launching a larger one takes less time than the device works on it
+_LARGEST_CAPTURED = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class PassSizes:
         batch_tokens: number of tokens of the largest pass over several prompts. 0: every prompt has its own passes.
         budget: number of prompt tokens that may be prefilled before each decode step while other requests decode.
             None: whole prompts.
+        all_captured: True to capture passes of every size as CUDA graphs. Passes with quantised weights have several
+            times as many launches, because weights are dequantised in slices.
     """
 
     batch: int
@@ -34,11 +38,16 @@ class PassSizes:
     draft_chunks: tuple[int, ...] | None = None
     batch_tokens: int = 0
     budget: int | None = None
+    all_captured: bool = False
 
     @property
     def grid_unit(self) -> int:
         """Positions at which passes may begin are multiples of this number."""
         return (self.same_bits or self.chunks[-1:])[0] if self.exact else 1
+
+    def captured(self, tokens: int) -> bool:
+        """True if a pass over `tokens` tokens, of all its rows together, is captured as a CUDA graph."""
+        return self.all_captured or tokens <= _LARGEST_CAPTURED
 
     @property
     def block(self) -> int:

@@ -17,9 +17,6 @@ from fastspec.shapes import GREEDY
 from fastspec.state import BUFFERS, IDLE, RUNNING, DecodeState, send
 from fastspec.step import PromptEnd, StepModules, prefill
 
-# largest captured prefill pass, in tokens: launching a larger one takes less time than the device works on it
-_LARGEST_CAPTURED = 1024
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PrefillSlot:
@@ -185,16 +182,12 @@ class PromptPasses:
         return [(chunk, 1) for chunk in self.sizes.chunks] + [(self.sizes.block, rows) for rows in self.sizes.shared]
 
     def capture(self) -> None:
-        """Captures prefill passes as CUDA graphs, the largest first. Passes over very many tokens are left out."""
+        """Captures prefill passes as CUDA graphs, the largest first; see `PassSizes.captured`."""
         for chunk, rows in sorted(self._passes, key=lambda sizes: -sizes[0] * sizes[1]):
             for draft in self._readers:
-                if self._captured(chunk, rows):
+                if self.sizes.captured(chunk * rows):
                     key, body = PromptKey(chunk, draft, rows), self.body(chunk, chunk, draft=draft, rows=rows)
                     self.runner.capture(key, body, self.slots[rows].state.all_idle)
-
-    def _captured(self, chunk: int, rows: int) -> bool:
-        """True if a pass over `chunk` tokens of each of `rows` rows is small enough to be captured."""
-        return chunk * rows <= _LARGEST_CAPTURED
 
     def bodies(self) -> list[Callable[[], None]]:
         """Returns one function for each size of pass, which launches it, so that its kernels can be compiled."""
@@ -280,12 +273,12 @@ class PromptPasses:
         slot.leave(self.state, row)
 
     def _run_pass(self, upto: int, chunk: int, draft: bool, rows: int = 1) -> None:
-        """Replays a prefill pass if it is captured. Otherwise launches it, then captures it if it is small enough.
+        """Replays a prefill pass if it is captured. Otherwise launches it, and captures it if it is to be captured.
 
         For arguments see `body`.
         """
         key, body = PromptKey(chunk, draft, rows), self.body(upto, chunk, draft=draft, rows=rows)
-        if self.runner.static and not self._captured(chunk, rows):
+        if self.runner.static and not self.sizes.captured(chunk * rows):
             body()
         elif self.runner.ready(key):
             self.runner.run(key, body)

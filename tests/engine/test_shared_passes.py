@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fastspec import FastSpecGenerator
+from fastspec.engine import build, pass_sizes
 from fastspec.engine.engine import Engine
 from fastspec.engine.pass_sizes import PassSizes
 from fastspec.engine.prompt_passes import PrefillSlot, PromptPart, PromptPasses
@@ -78,6 +80,50 @@ def test_a_row_that_has_ended_is_not_written_to(tmp_path: Path) -> None:
         cache = caches(engine)[1]
         for row, runs in enumerate((True, False, True)):
             assert bool((cache.keys[:, list(engine.pages.pages_of(row))] != 3.0).any()) == runs
+
+
+class Captures:
+    """A runner that would replay passes: records which of them it is asked to capture."""
+
+    static = True
+
+    def __init__(self) -> None:
+        self.keys: list[Any] = []
+
+    def ready(self, key: Any) -> bool:
+        return False
+
+    def capture(self, key: Any, body: Any, idle: Any, *, warm: bool = False) -> None:
+        self.keys.append((key.tokens, warm))
+
+
+@pytest.mark.parametrize("all_captured", [False, True])
+def test_large_passes_are_captured_only_if_all_are(
+    all_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_sizes, "_LARGEST_CAPTURED", 64)
+    with engine_of(tmp_path, "float32") as engine:
+        admit(engine, pool(LONGEST)[6:7])
+        runner: Any = Captures()
+        sizes = replace(engine.sizes, all_captured=all_captured)
+        passes = replace(engine.prompts, runner=runner, sizes=sizes)
+        passes.feed_row(0, 0, [64, 128], draft=False)
+        assert runner.keys == [(64, True)] + [(128, True)] * all_captured
+        runner.keys.clear()
+        passes.capture()
+        assert {tokens for tokens, _ in runner.keys} == ({*sizes.chunks} if all_captured else {64})
+
+
+@pytest.mark.parametrize(("of_target", "of_draft"), [("packed", "packed"), ("codes", "packed"), ("packed", "codes")])
+def test_all_passes_with_quantised_weights_are_captured(of_target: str, of_draft: str) -> None:
+    layout = SimpleNamespace(chunks_for=lambda length: (64, 128), batch=2)
+    settings: Any = SimpleNamespace(
+        layout=layout, max_length=99, exact=True, config=SimpleNamespace(prefill_budget=None)
+    )
+    weights = {"matrices": [SimpleNamespace(format=of_target)], "of_draft_model": [SimpleNamespace(format=of_draft)]}
+    made: Any = SimpleNamespace(**weights)
+    modules: Any = SimpleNamespace(ops=SimpleNamespace(name="cpu"))
+    assert build._pass_sizes(settings, made, modules).captured(2048) == ("codes" in (of_target, of_draft))
 
 
 SIZES = PassSizes(8, True, (64, 128, 256, 512), (64, 128, 256, 512), batch_tokens=2048)

@@ -183,17 +183,12 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
 
 
 def _work(asked: Connection) -> None:
-    import triton
-
     try:
         asked.send_bytes(b"ready")
         while True:
             launcher, job = bool(asked.recv_bytes()), asked.recv_bytes()
             try:
-                source, target, options, settings = read_job(job)
-                compiled = triton.compile(source, target=target, options=options, _env_vars=settings)
-                if launcher:
-                    _make_launcher(source, compiled)
+                _compile(job, launcher=launcher)
             finally:
                 # sent after a failure, too: the process that asked then compiles the kernel itself and gets the error
                 asked.send_bytes(b"done")
@@ -201,16 +196,43 @@ def _work(asked: Connection) -> None:
         return
 
 
-def _make_launcher(source: Any, compiled: Any) -> None:
+def _compile(job: bytes, *, launcher: bool) -> None:
+    """Compiles a job, and with `launcher` the host function that launches its kernel.
+
+    The C compiler takes about a second for the launcher. It runs while Triton compiles the kernel, unless an argument
+    is a TMA descriptor: then the launcher depends on the compiled kernel.
+    """
+    import triton
+
+    source, target, options, settings = read_job(job)
+    early = launcher and "tensordesc" not in launcher_of(job)
+    beside = threading.Thread(target=_make_launcher, args=(source, None))
+    if early:
+        beside.start()
+    try:
+        compiled = triton.compile(source, target=target, options=options, _env_vars=settings)
+    finally:
+        if early:
+            beside.join()
+    if launcher and not early:
+        _make_launcher(source, compiled.metadata)
+
+
+def _make_launcher(source: Any, metadata: Any) -> None:
     """Compiles the host function that launches a kernel, and stores it in Triton's disk cache.
 
     Does nothing if this version of Triton has no such function.
+
+    Args:
+        source: source of the kernel.
+        metadata: metadata of the compiled kernel. None: there is none yet. Triton then stores the function and raises
+            an AttributeError, which is ignored.
     """
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import CudaLauncher
 
         # if this fails, the process that launches the kernel makes the launcher
-        CudaLauncher(source, compiled.metadata)
+        CudaLauncher(source, metadata)
 
 
 def _to_json(value: Any) -> Any:

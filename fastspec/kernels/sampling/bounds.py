@@ -192,7 +192,7 @@ def _kth_at_least(tops, largest, top_k, GROUPS: tl.constexpr):
     return key
 
 
-@triton.jit
+@triton.jit(noinline=True)  # see logits.py
 def _guessed(
     source, lower, upper, largest, normaliser, top_k, top_p, groups, GROUPS: tl.constexpr, WIDTH, MAX_FOUND, STOPS
 ):
@@ -208,6 +208,7 @@ def _guessed(
         (lower, upper, 1) with guessed bounds. (lower, upper, 0) with the known bounds, if there are few enough ids
         between them, or if the sample gives no closer bounds.
     """
+    tl.debug_barrier()
     group = tl.arange(0, GROUPS)[None, :]
     x = scaled(view_of(*source), tl.where(group < groups, group * WIDTH + (group * STRIDE) % _GROUP, -1), STOPS)
     keys = key_of(x)
@@ -236,6 +237,7 @@ def _guessed(
                 high = tl.where(side == 0, high, key + 1)
         low = tl.maximum(low, KEY_LOWEST + 1)
     guessed = (low > lower) & (low < high)
+    tl.debug_barrier()
     return tl.where(guessed, low, lower), tl.where(guessed, high, upper), guessed.to(tl.int32)
 
 
@@ -419,12 +421,13 @@ def _note(source, start, counters_ptr, found_ptr, largest, min_p, lower, upper, 
         tl.store(found_ptr + MAX_FOUND + slot, index, mask=fits)
 
 
-@triton.jit
+@triton.jit(noinline=True)  # see logits.py
 def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, upper, groups, CHUNK, MAX_FOUND, STOPS):
     """Counts and collects ids in this CTA's chunks of a logits row, see `_note`.
 
     Returns True in the CTA that finishes last among the CTAs of the logits row.
     """
+    tl.debug_barrier()
     # disable_licm: values hoisted out of the loop would take registers
     for chunk in tl.range(tl.program_id(0), tl.cdiv(source[0].vocab, CHUNK), tl.num_programs(0), disable_licm=True):
         group = chunk * (CHUNK // _GROUP) + tl.arange(0, CHUNK // _GROUP)
@@ -433,7 +436,9 @@ def noted(source, tops_ptr, counters_ptr, found_ptr, largest, min_p, lower, uppe
             _note(source, chunk * CHUNK, counters_ptr, found_ptr, largest, min_p, lower, upper, CHUNK, MAX_FOUND, STOPS)
     # the atomic's release covers one thread's stores; the barrier adds those of all others
     tl.debug_barrier()
-    return tl.atomic_add(counters_ptr + ARRIVED, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    last = tl.atomic_add(counters_ptr + ARRIVED, 1, sem="acq_rel") == tl.num_programs(0) - 1
+    tl.debug_barrier()
+    return last
 
 
 @triton.jit

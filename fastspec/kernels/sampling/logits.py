@@ -12,6 +12,10 @@ Words in the sampling kernels:
 
 A value that several kernels need is computed by one function here, so it has the same bits everywhere. Its roundings
 are those of torch: no fused multiply-add (`OPTIONS`), and divisions round to nearest.
+
+Functions with `noinline` stay functions in the machine code, because a kernel compiles faster in parts: Triton follows
+each load through all operations of a function. Their arguments and results are scalars. They begin and end with a
+barrier, because Triton's search for missing barriers does not know which shared memory a called function uses first.
 """
 
 from __future__ import annotations

@@ -230,7 +230,7 @@ def _weigh(
     return tl.sum(sums, axis=1)
 
 
-@triton.jit
+@triton.jit(noinline=True)  # see logits.py
 def search(
     source,
     found_ptr,
@@ -262,6 +262,7 @@ def search(
         ASK_ABOVE   the mass above it            ASK_EQUALS  how many ids equal it
         FIND_CUT    the last of these kept       SUM_UP      the normaliser
     """
+    tl.debug_barrier()
     vocab = source[0].vocab
     turn = tl.arange(0, _PIVOTS)
     top = key_of(largest)  # no threshold is above the largest logit
@@ -322,6 +323,7 @@ def search(
         else:
             goal = kept_above + one
             asked += 1
+    tl.debug_barrier()
     return low, cut, goal
 
 

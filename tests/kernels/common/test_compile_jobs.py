@@ -1,0 +1,75 @@
+"""What a compiling process does with one job, with stand-ins for Triton's compiler and its launchers."""
+
+from __future__ import annotations
+
+import json
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton ships for Linux only")
+
+import triton
+from triton.backends.nvidia import driver
+
+from fastspec.kernels.common import compile_jobs
+
+META = object()
+
+
+def job(*kinds: Any) -> bytes:
+    return json.dumps([False, {}, {"dict": [[f"x{n}", kind] for n, kind in enumerate(kinds)]}, {}]).encode()
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What was done in which order. If the launcher has begun, the kernel waits until it is made."""
+    order: list[Any] = []
+    begun, made = Event(), Event()
+
+    def launcher(source: Any, metadata: Any) -> None:
+        begun.set()
+        order.append(("launcher", metadata))
+        made.set()
+        metadata.global_scratch_size  # noqa: B018  (as Triton's own does, after it has stored the function)
+
+    def compiled(source: Any, **_: Any) -> Any:
+        if source == "fails":
+            raise ValueError("no kernel")
+        begun.wait(0.2)
+        if begun.is_set():
+            made.wait(5)
+        order.append("kernel")
+        return SimpleNamespace(metadata=META)
+
+    def read(text: bytes) -> Any:
+        return ("fails" if b"fails" in text else "source"), None, None, None
+
+    monkeypatch.setattr(compile_jobs, "read_job", read)
+    monkeypatch.setattr(triton, "compile", compiled)
+    monkeypatch.setattr(driver, "CudaLauncher", launcher)
+    return order
+
+
+def test_the_launcher_is_made_while_the_kernel_compiles(done: list[Any]) -> None:
+    compile_jobs._compile(job("*fp32", {"tuple": ["*i32", "i32"]}), launcher=True)
+    assert done == [("launcher", None), "kernel"]
+
+
+@pytest.mark.parametrize("kinds", [["tensordesc<fp16[64, 64]>"], ["i32", {"tuple": ["tensordesc<fp16[64, 64]>"]}]])
+def test_the_launcher_of_tma_descriptors_waits_for_the_kernel(kinds: list[Any], done: list[Any]) -> None:
+    compile_jobs._compile(job(*kinds), launcher=True)
+    assert done == ["kernel", ("launcher", META)]
+
+
+def test_a_launcher_that_another_process_makes_is_left_to_it(done: list[Any]) -> None:
+    compile_jobs._compile(job("*fp32"), launcher=False)
+    assert done == ["kernel"]
+
+
+def test_a_kernel_that_does_not_compile_leaves_its_launcher(done: list[Any]) -> None:
+    with pytest.raises(ValueError, match="no kernel"):
+        compile_jobs._compile(job("fails"), launcher=True)
+    assert done == [("launcher", None)]
