@@ -213,7 +213,6 @@ def few_rows_kernel(
 ):
     """Computes a tile of the result in each CTA: the products of R weight rows with BM rows of x, and the epilogue."""
     x_ptr, gamma_ptr, scale_ptr, eps = inputs
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, _parts_ptr = epilogue
     UNIT: gl.constexpr = unit_of(FORM, GROUP, KT)
     BLOCK: gl.constexpr = block_of(FORM, BM)
     BLOCKS: gl.constexpr = BM // BLOCK
@@ -265,7 +264,7 @@ def few_rows_kernel(
         column_factor = gl.load(weight.factors + column, mask=column < N, other=0.0)
     loaded = ()
     if BLOCKS == 1:
-        loaded = addends(like, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
+        loaded = addends(like, tile, first_row, epilogue.bias_ptr, epilogue.residual_ptr, M, N, GATED)
     if scale_ptr is not None and FORM == "values":
         factor = loaded_factor(scale_ptr, first_row, M, like)
     squares = ()
@@ -321,14 +320,14 @@ def few_rows_kernel(
                 total = total * loaded_factor(scale_ptr, first, M, like)
         elif gamma_ptr is not None or scale_ptr is not None:
             total = total * factor
-        if keys_ptr is not None:
-            enter_keys(total, tile, first, keys_ptr, ids_ptr, M, N, limit)
+        if epilogue.keys_ptr is not None:
+            enter_keys(total, tile, first, epilogue.keys_ptr, epilogue.ids_ptr, M, N, limit)
         else:
             if BLOCKS > 1:
-                loaded = addends(like, tile, first, bias_ptr, residual_ptr, M, N, GATED)
+                loaded = addends(like, tile, first, epilogue.bias_ptr, epilogue.residual_ptr, M, N, GATED)
             write_tile(
-                *(total, loaded, tile, first, out_ptr, M, N, GATED),
-                *(bias_ptr is not None, residual_ptr is not None),
+                *(total, loaded, tile, first, epilogue.out_ptr, M, N, GATED),
+                *(epilogue.bias_ptr is not None, epilogue.residual_ptr is not None),
             )
-    if keys_ptr is not None:
-        write_argmax(keys_ptr, out_ptr, out_stride, M, S)
+    if epilogue.keys_ptr is not None:
+        write_argmax(epilogue.keys_ptr, epilogue.out_ptr, out_stride, M, S)

@@ -256,7 +256,6 @@ def many_rows_kernel(
 ):
     """Computes a tile of the result in each CTA: R weight rows times GROUPS * GROUP rows of x, and the epilogue."""
     x_ptr, _gamma_ptr, scale_ptr, _eps = inputs
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, _parts_ptr = epilogue
     mma: gl.constexpr = _mma_layout(WARPS)
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 8)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 8)
@@ -316,15 +315,15 @@ def many_rows_kernel(
     for i in gl.static_range(GROUPS):
         row = first_row + i * GROUP
         total = gl.reshape(totals[i], [R // 16, 2, 8, GROUP])
-        loaded = addends(total, tile, row, bias_ptr, residual_ptr, M, N, GATED)
+        loaded = addends(total, tile, row, epilogue.bias_ptr, epilogue.residual_ptr, M, N, GATED)
         if scale_ptr is not None:
             total = total * loaded_factor(scale_ptr, row, M, total)
-        if keys_ptr is not None:
-            enter_keys(total, tile, row, keys_ptr, ids_ptr, M, N, limit)
+        if epilogue.keys_ptr is not None:
+            enter_keys(total, tile, row, epilogue.keys_ptr, epilogue.ids_ptr, M, N, limit)
         else:
             write_tile(
-                *(total, loaded, tile, row, out_ptr, M, N, GATED),
-                *(bias_ptr is not None, residual_ptr is not None),
+                *(total, loaded, tile, row, epilogue.out_ptr, M, N, GATED),
+                *(epilogue.bias_ptr is not None, epilogue.residual_ptr is not None),
             )
-    if keys_ptr is not None:
-        write_argmax(keys_ptr, out_ptr, out_stride, M, WARPS)
+    if epilogue.keys_ptr is not None:
+        write_argmax(epilogue.keys_ptr, epilogue.out_ptr, out_stride, M, WARPS)

@@ -312,7 +312,6 @@ def _multiply(
 
     full, free: barriers of the ring buffer's slots. factors, known: see `_work_out_factors`. EACH: steps of a tile.
     """
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, parts_ptr = epilogue
     nil = M >> 31
     step = 0
     turns = _turns(N, OWN, STAY)
@@ -320,8 +319,8 @@ def _multiply(
     for turn in range(turns):
         words = _weights_of(step, ws, full, WARPS)  # loaded again, because the epilogue needs these registers
         step, words, totals = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
-        if parts_ptr is not None:
-            _leave(totals, parts_ptr, split // PAIRWISE, first_row, M, N, OWN)
+        if epilogue.parts_ptr is not None:
+            _leave(totals, epilogue.parts_ptr, split // PAIRWISE, first_row, M, N, OWN)
         else:
             for _ in range(PAIRWISE, EACH // STEPS, PAIRWISE):
                 step, words, accs = _pairwise_sums(step, words, xs, ws, full, free, nil, last, STEPS, PAIRWISE, WARPS)
@@ -332,7 +331,17 @@ def _multiply(
             width = (N + zero) // 16 * 16  # equal to N; tells the compiler that it is a multiple of 16
             _end(
                 *(totals, gl.program_id(0) + turn * gl.num_programs(0), first_row + zero),
-                *(factors, bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, M + zero, width, limit + zero),
+                *(
+                    factors,
+                    epilogue.bias_ptr,
+                    epilogue.residual_ptr,
+                    epilogue.out_ptr,
+                    epilogue.keys_ptr,
+                    epilogue.ids_ptr,
+                    M + zero,
+                    width,
+                    limit + zero,
+                ),
                 *(GATED, REGROUP, OWN, WARPS),
             )
 

@@ -38,7 +38,7 @@ class SizesToCut(NamedTuple):
         family: model type, for messages.
         vocab_size: width of the logits.
         num_heads, num_kv_heads: query heads and KV heads of a layer. 0 if the plan does not split attention.
-        divided: description of a further size, for messages -> size.
+        divided: other sizes, by their description for messages.
     """
 
     family: str

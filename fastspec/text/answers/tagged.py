@@ -122,7 +122,7 @@ def _arguments(
     Args:
         lark: grammar to which rules are added.
         tool: the tool that is called.
-        begin: maps the name of an argument to the text before its value.
+        begin: function that returns the text before the value of an argument, given its name.
         end: text that ends a value.
         after: text after `end`, before the next argument.
         marks: see `Lark.text`.

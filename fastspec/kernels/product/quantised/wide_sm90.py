@@ -285,7 +285,6 @@ def _multiply(
     If these are all S splits, they are added, and the epilogue follows. Else the sums over each split are stored as
     partial sums.
     """
-    bias_ptr, residual_ptr, out_ptr, keys_ptr, ids_ptr, parts_ptr = epilogue
     R: gl.constexpr = ring.ws.shape[1] * 16
     BM: gl.constexpr = ring.xs[0].shape[1]
     like: gl.constexpr = group_sums(BM, WARPS)
@@ -306,12 +305,12 @@ def _multiply(
         step, loaded, acc = _pass(
             step, loaded, ring, weight, ones, tile, split, N, last, K, S, T, FORM, GROUP, PAIRS, WARPS
         )  # fmt: skip
-        if parts_ptr is not None:  # each split separately, because the kernel that adds them needs their order
-            base = parts_ptr + ((split + i) * M + first_row).to(gl.int64) * N
+        if epilogue.parts_ptr is not None:  # each split separately, because the kernel that adds them needs their order
+            base = epilogue.parts_ptr + ((split + i) * M + first_row).to(gl.int64) * N
             gl.store(base + (m * N + gl.expand_dims(tile * R + n, 1)), acc, mask=there, eviction_policy=STAYS)
         else:
             sums += acc
-    if parts_ptr is None:
+    if epilogue.parts_ptr is None:
         factor = gl.load(weight.factors + tile * R + n, mask=n < N - tile * R, other=0.0)
         factor, total = gl.broadcast(gl.expand_dims(factor, 1), sums)
         total = gl.reshape(total * factor, [R // 16, 2, 8, BM])
@@ -321,13 +320,13 @@ def _multiply(
             row = first_row + gl.arange(0, BM, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
             scale = splits_scale(squares_ptr, row, row < M, M, eps, K, S)
             total = total * row_factor(scale, total)
-        if keys_ptr is not None:
-            enter_keys(total, tile, first_row, keys_ptr, ids_ptr, M, N, limit)
+        if epilogue.keys_ptr is not None:
+            enter_keys(total, tile, first_row, epilogue.keys_ptr, epilogue.ids_ptr, M, N, limit)
         else:
-            added = addends(total, tile, first_row, bias_ptr, residual_ptr, M, N, GATED)
+            added = addends(total, tile, first_row, epilogue.bias_ptr, epilogue.residual_ptr, M, N, GATED)
             write_tile(
-                *(total, added, tile, first_row, out_ptr, M, N, GATED),
-                *(bias_ptr is not None, residual_ptr is not None, REGROUP, R, WARPS, RAISE),
+                *(total, added, tile, first_row, epilogue.out_ptr, M, N, GATED),
+                *(epilogue.bias_ptr is not None, epilogue.residual_ptr is not None, REGROUP, R, WARPS, RAISE),
             )
 
 
