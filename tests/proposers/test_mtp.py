@@ -56,6 +56,8 @@ MTP = "mtp"
 class Truth:
     """Drafts out of whole texts: hidden states from transformers, the layer by its definition."""
 
+    head: Any = None
+
     def __init__(self, live: PreTrainedModel, tensors: dict[str, Tensor], layout: str) -> None:
         self.model, self.head = live, MtpDefinition.of(live, tensors, layout)
 
