@@ -34,6 +34,7 @@ GPU_ONLY = True  # for perf.bench
 SHAPES = {
     "nano": ("Nemotron 3 Nano", MambaRule(heads=64, head_dim=64, groups=8, state_dim=128, width=4)),
     "granite": ("Granite 4-H-Small", MambaRule(heads=128, head_dim=64, groups=1, state_dim=128, width=4)),
+    "falcon": ("Falcon-H1-0.5B", MambaRule(heads=24, head_dim=64, groups=1, state_dim=256, width=4)),
     "tiny": ("tiny", MambaRule(heads=2, head_dim=32, groups=1, state_dim=16, width=4)),
 }
 SLOTS = 5  # of a generator with four drafts
@@ -167,7 +168,7 @@ def shape_rows(
 
 def rows(*, device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
     """For `python -m perf kernels`."""
-    for name in ("nano", "granite"):
+    for name in ("nano", "granite", "falcon"):
         for batch, tokens in ((1, 64),) if quick else ((1, 64), (1, 512), (1, 2048), (4, 512)):
             yield from shape_rows(name, batch, tokens, device, 3 if quick else 9)
 

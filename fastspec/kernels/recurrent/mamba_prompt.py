@@ -74,11 +74,14 @@ class MambaPlan(NamedTuple):
     stages: int
 
 
-# those that have run on a GPU, for up to WIDEST elements of B. Triton 3.6 may allot too little shared memory on sm_90
-# to kernels with several products of few columns. So a plan is used only where it was seen to work
-IN_BF16 = MambaPlan(chunk=64, block=32, inside_warps=4, across_warps=8, stages=2)
+# those that have run on a GPU. Triton 3.6 may allot too little shared memory on sm_90 to kernels with several products
+# of few columns, and other plans gave wrong numbers. So a plan is used only where it was seen to work
+IN_16_BITS = MambaPlan(chunk=64, block=32, inside_warps=4, across_warps=8, stages=2)
 IN_FP32 = MambaPlan(chunk=16, block=16, inside_warps=8, across_warps=8, stages=1)  # not measured
-WIDEST = 128
+# for more than NARROW elements of B
+WIDE_IN_BF16 = MambaPlan(chunk=32, block=32, inside_warps=8, across_warps=8, stages=2)
+WIDE_IN_FP16 = MambaPlan(chunk=32, block=32, inside_warps=8, across_warps=8, stages=1)
+NARROW = 128
 
 
 @triton.jit
@@ -276,9 +279,9 @@ def _across_mamba_kernel(
 
 def plan_of(rule: MambaRule, dtype: torch.dtype) -> MambaPlan | None:
     """Returns the launch configuration for a layer and the dtype of its product. None: prompts have no chunks."""
-    if rule.state_dim > WIDEST:
-        return None
-    return {torch.bfloat16: IN_BF16, torch.float32: IN_FP32}.get(dtype)
+    if rule.state_dim > NARROW:
+        return {torch.bfloat16: WIDE_IN_BF16, torch.float16: WIDE_IN_FP16}.get(dtype)
+    return IN_FP32 if dtype == torch.float32 else IN_16_BITS
 
 
 def mamba_in_chunks(

@@ -22,7 +22,7 @@ from tests.helpers.devices import devices
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.recurrent import state_space
-from fastspec.kernels.recurrent.mamba_prompt import WIDEST, mamba_in_chunks, plan_of
+from fastspec.kernels.recurrent.mamba_prompt import NARROW, mamba_in_chunks, plan_of
 from fastspec.kernels.recurrent.parts import ScanWeights, StateSlots
 from fastspec.kernels.recurrent.state_space import (
     mamba,
@@ -36,10 +36,11 @@ from fastspec.kernels.recurrent.state_space import (
 # sizes that are no powers of two, a head in several programs, and channels in several blocks
 MAMBA = MambaRule(heads=2, head_dim=20, groups=2, state_dim=24, width=4, least_step=0.5, most_step=1.5)
 WIDE = MambaRule(heads=2, head_dim=24, groups=1, state_dim=128, width=3)
+BROAD = MambaRule(heads=2, head_dim=24, groups=1, state_dim=200, width=2)
 SMALL = MambaRule(heads=2, head_dim=16, groups=2, state_dim=8, width=4)
 CONV = ConvRule(channels=72, width=3)
 SELECTIVE = SelectiveRule(channels=72, state_dim=12, width=3, rank=5)
-RULES = {"mamba": MAMBA, "wide": WIDE, "small": SMALL, "conv": CONV, "selective": SELECTIVE}
+RULES = {"mamba": MAMBA, "wide": WIDE, "broad": BROAD, "small": SMALL, "conv": CONV, "selective": SELECTIVE}
 
 
 def both(conv: Callable[..., Tensor], scan: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -55,7 +56,7 @@ def both(conv: Callable[..., Tensor], scan: Callable[..., Tensor]) -> Callable[.
 
 
 OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # kernel, definition
-    **{"mamba": (mamba, reference.mamba), "wide": (mamba, reference.mamba)},
+    **dict.fromkeys(("mamba", "wide", "broad"), (mamba, reference.mamba)),
     "conv": (short_conv, reference.short_conv),
     "selective": (
         both(selective_conv, selective_scan),
@@ -63,7 +64,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {  # kerne
     ),
 }
 SLOTS = 3
-F32, BF16 = torch.float32, torch.bfloat16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ CASES: dict[str, tuple[list[int], int, list[int], list[int]]] = {
         *(("selective", name, F32) for name in ("plain", "idle", "prompt")),
         ("selective", "drafts", BF16),
         *((kind, name, BF16) for name in ("drafts", "prompt") for kind in ("wide", "conv")),
+        *(("broad", "prompt", dtype) for dtype in (BF16, F16)),
+        ("mamba", "prompt", F16),
     ],
 )
 def test_a_kernel_is_its_definition(kind: str, name: str, dtype: torch.dtype, device: str) -> None:
@@ -356,7 +359,8 @@ def test_chunks_of_a_prompt_are_the_definition(
         ("small", BF16, mamba, "cpu"),
         *(
             pytest.param(kind, dtype, mamba, "cuda", marks=pytest.mark.gpu)
-            for kind, dtype in (("mamba", F32), ("mamba", BF16), ("wide", BF16))
+            for kind in ("mamba", "wide", "broad")
+            for dtype in (F32, BF16, F16)
         ),
     ],
 )
@@ -416,8 +420,8 @@ def test_a_prompt_has_its_bits_beside_other_prompts(device: str) -> None:
 @pytest.mark.parametrize(
     ("dtype", "device"),
     [
-        *((dtype, "cpu") for dtype in (BF16, F32)),
-        *(pytest.param(dtype, "cuda", marks=pytest.mark.gpu) for dtype in (BF16, F32)),
+        *((dtype, "cpu") for dtype in (BF16, F16, F32)),
+        *(pytest.param(dtype, "cuda", marks=pytest.mark.gpu) for dtype in (BF16, F16, F32)),
     ],
 )
 def test_a_state_after_a_prompt_has_the_precision_of_its_steps(dtype: torch.dtype, device: str) -> None:
@@ -449,7 +453,7 @@ def test_a_state_after_a_prompt_has_the_precision_of_its_steps(dtype: torch.dtyp
         found = case.states[1, int(at[0, -1]) % SLOTS].double().cpu()
         assert float((found - wanted).abs().max() / wanted.abs().max()) < most
         # the last rounding, and before it factors with an error of 2^-17 if they are multiplied in 16 bits
-        before = 2.0**-15 if dtype is BF16 and scan is chunked else 4e-6
+        before = 2.0**-15 if dtype is not F32 and scan is chunked else 4e-6
         for at_once in (slice(30, 36), slice(36, tokens)):  # outputs of a like size
             exact = torch.stack(outs)[at_once]
             bound = torch.finfo(dtype).eps * exact.abs() + before * exact.abs().max()
@@ -457,8 +461,8 @@ def test_a_state_after_a_prompt_has_the_precision_of_its_steps(dtype: torch.dtyp
 
 
 def test_prompts_go_token_by_token_where_chunks_never_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan_of(MAMBA._replace(state_dim=WIDEST), BF16) is not None
-    assert plan_of(MAMBA._replace(state_dim=WIDEST + 1), BF16) is plan_of(MAMBA, torch.float16) is None
+    assert plan_of(MAMBA._replace(state_dim=NARROW), F32) is not None
+    assert plan_of(MAMBA._replace(state_dim=NARROW + 1), F32) is None
     monkeypatch.setattr(state_space, "plan_of", lambda rule, dtype: None)
     monkeypatch.setattr(state_space, "mamba_in_chunks", None)
     product = a_product("mamba", 2, 40, F32, "cpu")
