@@ -15,6 +15,7 @@ import torch
 
 from tests.helpers.devices import devices
 from tests.helpers.interpreted import (
+    let_addresses_be_checked,
     let_bf16_be_widened_exactly,
     let_conditions_be_booleans,
     let_dots_be_row_invariant,
@@ -25,6 +26,7 @@ if not torch.cuda.is_available():
     # before anything imports triton: its own library functions are bound to interpreter or compiler at import
     os.environ["TRITON_INTERPRET"] = "1"
     if find_spec("triton") is not None:
+        let_addresses_be_checked()
         let_bf16_be_widened_exactly()
         let_conditions_be_booleans()
         let_dots_be_row_invariant()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import torch
 
 
 def let_dots_be_row_invariant() -> None:
@@ -152,3 +154,51 @@ def _make_shapes_once() -> None:
 
     core.block_type.__init__, core.block_type.name = Block.__init__, Block.name
     core.tensor.__init__ = tensor
+
+
+def let_addresses_be_checked() -> None:
+    """Loads and stores outside of the memory of a launch's tensors are errors, as on a device without luck.
+
+    On a device such a load finds other memory of the process nearly always, and an error is rare.
+    """
+    from triton.runtime import interpreter
+
+    executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
+    enter, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
+    held: list[tuple[int, int]] = []
+
+    def _init_args_hst(self: Any, args: Any, kwargs: Any) -> Any:
+        found = enter(self, args, kwargs)
+        held[:] = sorted(set(_ranges(found)))
+        return found
+
+    def check(pointers: Any, mask: Any) -> None:
+        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.uint64)
+        inside = np.zeros(at.shape, dtype=bool)
+        for begin, end in held:
+            inside |= (at >= begin) & (at < end)
+        if not inside.all():
+            raise IndexError(f"a kernel reads or writes {int((~inside).sum())} elements outside of its tensors")
+
+    def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return load(self, pointers, mask, *others)
+
+    def create_masked_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+        check(pointers, mask)
+        return store(self, pointers, value, mask, *others)
+
+    executor._init_args_hst = _init_args_hst
+    builder.create_masked_load, builder.create_masked_store = create_masked_load, create_masked_store
+
+
+def _ranges(found: Any) -> Iterator[tuple[int, int]]:
+    """Yields (first address, end) of the memory of each tensor in nested arguments of a launch."""
+    if isinstance(found, torch.Tensor):
+        storage = found.untyped_storage()
+        yield storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    elif isinstance(found, dict):
+        yield from _ranges(tuple(found.values()))
+    elif isinstance(found, tuple | list):
+        for each in found:
+            yield from _ranges(each)

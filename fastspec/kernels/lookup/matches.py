@@ -33,7 +33,7 @@ def _runs(text_ptr, place, alive, row_ptr, last, limit):
     left = 1
     while (back < limit) & (left > 0):
         for _ in tl.static_range(_AT_ONCE):  # these loads do not wait for each other
-            theirs = tl.load(text_ptr + place - 1 - back, mask=place > back, other=-1).to(tl.int32)
+            theirs = tl.load(text_ptr + place - 1 - back, mask=alive & (place > back), other=-1).to(tl.int32)
             ours = tl.load(row_ptr + last - back, mask=last >= back, other=-2).to(tl.int32)
             alive = alive & (theirs == ours) & (back < limit)
             run += alive.to(tl.int32)
