@@ -300,13 +300,13 @@ def test_modes_and_formats_are_counted(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_perplexity_of_formats_and_of_copies(tmp_path: Path) -> None:
     target = demo_pair()[0]
-    options = ("--target", str(target), "--name", "shipped", "--windows", "2", "--formats", "int8")
+    options = ("--target", str(target), "--name", "shipped", "--windows", "2", "--formats", "int4")
     rows = run_cli(tmp_path, "perplexity", *options, "--copy", f"the same={target}")
-    assert [row["format"] for row in rows] == ["as stored", "int8", "the same"]
+    assert [row["format"] for row in rows] == ["as stored", "int4", "the same"]
     stored, rounded, same = rows
     assert same["over_stored"] == 1
     assert (same["nats"], same["mib"]) == (stored["nats"], stored["mib"])
-    assert 1 != rounded["over_stored"] < 1.1
+    assert 1 < rounded["over_stored"] < 2, "four bits are coarse, whatever the text"
     assert rounded["mib"] < stored["mib"]
 
 
