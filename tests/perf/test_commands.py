@@ -306,7 +306,8 @@ def test_perplexity_of_formats_and_of_copies(tmp_path: Path) -> None:
     stored, rounded, same = rows
     assert same["over_stored"] == 1
     assert (same["nats"], same["mib"]) == (stored["nats"], stored["mib"])
-    assert 1 < rounded["over_stored"] < 2, "four bits are coarse, whatever the text"
+    assert rounded["over_stored"] < 1.1
+    assert rounded["nats"] != stored["nats"], "the text is read with the rounded weights"
     assert rounded["mib"] < stored["mib"]
 
 
