@@ -198,4 +198,5 @@ def _with_own_code(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     Every call would also check the guards of these graphs one after the other.
     """
     assert isinstance(function, FunctionType), "only functions have code"
-    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    code, defaults = function.__code__.replace(), function.__defaults__
+    return FunctionType(code, function.__globals__, function.__name__, defaults)

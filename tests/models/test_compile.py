@@ -82,7 +82,7 @@ class Settings:
     factor = 2
 
 
-def scaled(settings: Settings, x: Tensor, places: int) -> Tensor:
+def scaled(settings: Settings, x: Tensor, places: int = 1) -> Tensor:
     return x * settings.factor + places
 
 
@@ -97,6 +97,10 @@ def test_shapes_count_apart() -> None:
     assert torch.equal(function(Settings(), torch.ones(4)[::2], 1), torch.full((2,), 3.0))
     assert graphs_compiled() - before == 2 * limit + 1
     assert torch._dynamo.config.recompile_limit == limit
+
+
+def test_arguments_keep_their_defaults() -> None:
+    assert torch.equal(PerShape(scaled, "aot_eager")(Settings(), torch.ones(3)), torch.full((3,), 3.0))
 
 
 def test_the_counter_sees_a_recompilation_and_their_number_is_bounded() -> None:

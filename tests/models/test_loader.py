@@ -104,6 +104,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_load_takes_what_is_planned_and_at_most_a_layer_more_meanwhile(wide: Path, form: str | None) -> None:
     checkpoint, ops = resolve_pair(wide, None, (None, None), (form, None))[0], ops_for(CUDA)
     assert isinstance(checkpoint, Checkpoint)
+    gc.collect()  # or what the tests before left is freed meanwhile
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     weights = load_weights(checkpoint, dtype=torch.bfloat16, device=CUDA, progress=False, ops=ops)

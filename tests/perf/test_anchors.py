@@ -88,7 +88,9 @@ def test_the_command_records_a_row(name: str, tmp_path: Path, monkeypatch: pytes
     cli.main(line)
     (row,) = (json.loads(line) for line in out.read_text().splitlines())
     (anchor,) = (anchor for anchor in ANCHORS if anchor.name == name)
-    assert row["tok_s"] == pytest.approx((anchor.length or 1) / row["ms_step"] * 1e3, rel=1e-3)
+    assert row["tok_s"] == pytest.approx(
+        (anchor.length or 1) / row["ms_step"] * 1e3, rel=1e-3, abs=0.051
+    )  # rounded to 0.1
     assert row["ratio"] == pytest.approx(row["tok_s"] / anchor.tok_s, abs=1e-3)
     # the last step of a text may be cut
     assert row["tokens_per_pass"] == pytest.approx(anchor.length or 1, rel=0.1)
