@@ -26,6 +26,7 @@ from perf import (
     lookup,
     perplexity,
     quantised,
+    ranks,
     records,
     repeats,
     report,
@@ -115,6 +116,7 @@ def parser() -> argparse.ArgumentParser:
     arrivals.add_options(command(arrivals.command_arrivals))
     cpu.add_options(command(cpu.command_cpu))
     startup.add_options(command(startup.command_startup))
+    ranks.add_options(command(ranks.command_ranks))
     first_calls.add_options(command(first_calls.command_first_calls))
     loading.add_options(command(loading.command_loading))
     lookup.add_options(command(lookup.command_lookup))
