@@ -13,9 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 
 from fastspec.errors import CheckpointError
 from fastspec.models.checkpoints.tensor_checks import listing
@@ -37,6 +34,11 @@ def load_stored(module: Any, values: Mapping[str, Tensor], device: torch.device)
     Raises:
         CheckpointError: a tensor has no place in the module, has another shape, or cannot be converted alone.
     """
+    # imported here, because these import torch's compiler, which takes a second
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
     mapping: Any = get_model_conversion_mapping(module)
     config = LoadStateDictConfig(device_map={"": device}, dtype=None, weight_mapping=mapping)  # dtypes of the module
     asked = signature(convert_and_load_state_dict_in_model).parameters
