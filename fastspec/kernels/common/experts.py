@@ -97,6 +97,15 @@ class ExpertStack:
         data = torch.empty(*pieces, 16, dtype=torch.int32, device=device)
         return cls(data, torch.empty(pieces, dtype=torch.int32, device=device), dtype, width, gated)
 
+    def copy_from(self, other: ExpertStack) -> None:
+        """Copies another stack of the same shape and form."""
+        if self.codes is not None and other.codes is not None:
+            self.codes.copy_from(other.codes)
+            return
+        self.data.copy_(other.data)
+        if self.scales is not None and other.scales is not None:
+            self.scales.copy_(other.scales)
+
     @property
     def in_codes(self) -> bool:
         """True if the stack is quantised, in mxfp4 or another format."""

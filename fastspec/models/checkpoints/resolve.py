@@ -301,11 +301,10 @@ def _hosted(directory: Path, name: str, role: str, raw: dict[str, Any], config: 
 def _hosted_info(directory: Path, raw: dict[str, Any], config: PretrainedConfig) -> HostedInfo:
     with _naming(directory / CONFIG):
         info = hosted_info(config)
-        if (info.experts or info.whole) and _quantisation(directory, raw) is not None:
-            what = "experts" if info.experts else "text parts"
+        if info.whole and _quantisation(directory, raw) is not None:
             raise UnsupportedModel(
-                f"model_type {raw['model_type']!r} is hosted, and quantised {what} are read for native families alone; "
-                "load the original weights"
+                f"model_type {raw['model_type']!r} is hosted, and quantised text parts are read for native families "
+                "alone; load the original weights"
             )
         named = raw.get("architectures")
         one = isinstance(named, list) and len(named) == 1 and isinstance(named[0], str)

@@ -1,11 +1,12 @@
 """Quantised weights of hosted models: weights that are stored quantised, or are quantised while they are loaded.
 
-Weights of linear layers stay quantised. All other tensors of a quantised checkpoint are dequantised.
+Weights of linear layers and of experts stay quantised. All other tensors of a quantised checkpoint are dequantised.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fastspec.distributed.slices import Cut
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import ExpertStack
 from fastspec.kernels.common.rounding import kind_for, rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.kernels.ops import Ops
@@ -24,7 +26,9 @@ from fastspec.models.checkpoints.rank_slices import SlicedTensors
 from fastspec.models.checkpoints.safetensors_files import ShardTensors
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.hosted.cuts import part_shell
+from fastspec.models.hosted.experts import StoredExperts, expert_matrices, refuse_joined
 from fastspec.models.hosted.info import HostedCut, HostedInfo, shell_of
+from fastspec.models.hosted.stored_names import not_ignored
 from fastspec.models.hosted.swaps import is_product
 from fastspec.models.layer_table import Slice
 
@@ -43,16 +47,20 @@ def quantised_products(shards: TensorSource, quantisation: Quantisation, info: H
         info: the hosted model.
 
     Raises:
-        UnsupportedModel: a module other than nn.Linear is stored quantised.
+        UnsupportedModel: a module other than nn.Linear is stored quantised, or experts in another layout.
         CheckpointError: a stored tensor of a matrix is missing, or does not match the config.
     """
     shell = shell_of(info.kind, info.config)
     shapes = {
         name + _WEIGHT: tuple(part.weight.shape) for name, part in shell.named_modules() if type(part) is nn.Linear
     }
+    matrices = expert_matrices(shell, shards.infos())
+    shapes |= {name: each.shape for name, each in matrices.items()}
     found = QuantisedShards(shards, quantisation, shapes)
-    known = {name for name, _ in shell.named_parameters()}
-    left = sorted(name for name in found.infos() if isinstance(found.infos()[name].dtype, str) and name not in known)
+    known = {name for name, _ in shell.named_parameters()} | matrices.keys()
+    others = not_ignored((name for name in found.infos() if parameter(name, known) not in known), shell)
+    refuse_joined(shell, others)
+    left = [name for name in others if isinstance(found.infos()[name].dtype, str)]
     if left:
         raise UnsupportedModel(f"{left[0]} is stored quantised, and is no plain matrix product of a hosted model")
     return found
@@ -73,10 +81,12 @@ class ProductCodes:
         if checkpoint.directory is None or checkpoint.quantisation is None:
             raise CheckpointError(f"{checkpoint.name}: is not a directory that is stored quantised")
         self._whole = quantised_products(ShardTensors(checkpoint.directory), checkpoint.quantisation, info)
-        shell = shell_of(info.kind, info.config)
-        known = [name for name, _ in shell.named_parameters()]
+        self._shell = shell_of(info.kind, info.config)
+        known = [name for name, _ in self._shell.named_parameters()]
         quantised = [name for name in self._whole.infos() if self._whole.kind(name) is not None]
-        self._stored = {parameter(name, known): name for name in quantised}
+        self.experts = StoredExperts(self._whole, self._shell, expert_matrices(self._shell, self._whole.infos()))
+        self._stored = {parameter(name, known): name for name in quantised if name not in self.experts.kinds}
+        self._cut = info.cut is not None
         self.tensors: TensorSource = self._whole
         if info.cut is not None:
             slices = self._slices(info.cut)
@@ -125,6 +135,31 @@ class ProductCodes:
         made.fill_codes(codes)
         return made
 
+    def expert_stacks(
+        self, layer: str, dtype: torch.dtype, device: torch.device, ops: Ops, *, planned: bool = False
+    ) -> tuple[ExpertStack, ExpertStack] | None:
+        """Reads the stacks of a module of experts, see `StoredExperts.read`. None if ranks share the model."""
+        return None if self._cut else self.experts.read(layer, dtype, device, ops, planned=planned)
+
+    def warn_of_dequantised_experts(self, name: str, dtype: torch.dtype, device: torch.device, ops: Ops) -> None:
+        """Warns if experts are dequantised while they are loaded. The warning has their size before and after.
+
+        Args:
+            name: name of the checkpoint.
+            dtype, device, ops: see `expert_stacks`.
+        """
+        layers = self.experts.layers
+        left = [each for each in layers if self.expert_stacks(each, dtype, device, ops, planned=True) is None]
+        if not left:
+            return
+        codes, elements = self.experts.sizes(left)
+        warnings.warn(
+            f"{name}: quantised experts of {len(left)} layer(s) are dequantised: {codes / 2**30:.3f} GiB of codes take "
+            f"{elements * dtype.itemsize / 2**30:.3f} GiB in {dtype}. They stay in their codes in bfloat16 on one GPU, "
+            "if the gate is silu and their sizes fit the kernels",
+            stacklevel=2,
+        )
+
     def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Reads all tensors: stored name -> tensor. Quantised tensors are dequantised to `dtype`.
 
@@ -133,7 +168,7 @@ class ProductCodes:
         with self._whole.open():
             return {
                 name: self._whole.read(name).to(dtype) if self._whole.kind(name) else self._whole.read(name)
-                for name in self._whole.infos()
+                for name in not_ignored(self._whole.infos(), self._shell)
             }
 
 
@@ -185,7 +220,11 @@ def hosted_bytes(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.devic
     assert isinstance(info, HostedInfo), "a native model is counted by `planned_bytes`"
     total = info.weight_bytes(dtype)
     if checkpoint.quantisation is not None:
-        kinds = ProductCodes(checkpoint, info).kinds()
+        codes = ProductCodes(checkpoint, info)
+        kinds = codes.kinds()
+        for layer in codes.experts.layers:
+            for stack in codes.expert_stacks(layer, dtype, device, ops, planned=True) or ():
+                total += stack.nbytes - math.prod(stack.shape) * dtype.itemsize
     elif checkpoint.rounded is not None:
         kinds = rounding_of(checkpoint, part_shell(info))
     else:

@@ -16,11 +16,13 @@ from transformers.utils import logging
 
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import CodesKind
+from fastspec.kernels.common.experts import ExpertStack
 from fastspec.kernels.common.rounding import rounded
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.config import MAKING
 from fastspec.models.hosted.codes import ProductCodes, rounded_weight, rounding_of
 from fastspec.models.hosted.cuts import own_part, part_shell
+from fastspec.models.hosted.experts import QuantisedExperts
 from fastspec.models.hosted.info import CutKind, HostedInfo
 from fastspec.models.hosted.model import TRIAL_PROMPT, HostedModel, trial_ids
 from fastspec.models.hosted.probe import base_of
@@ -72,6 +74,7 @@ def load_hosted(
             raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
+            codes.warn_of_dequantised_experts(checkpoint.name, dtype, device, model.ops)
         values = stored_values(checkpoint.directory, info, dtype, codes)
         with bars(progress):
             source, release = read_module(values or checkpoint.directory, info, dtype, checkpoint.name), True
@@ -222,7 +225,7 @@ class Filler:
                 owner, _, attribute = name.rpartition(".")
                 setattr(self.shell.get_submodule(owner), attribute, module)
         for name, part in self.shell.named_modules():
-            if not isinstance(part, Embedding | NormSwap | PartProduct | Product):
+            if not isinstance(part, Embedding | NormSwap | PartProduct | Product | QuantisedExperts):
                 self._copy(name, part, self.source.get_submodule(name))
         if left := [name for name, tensor in self.shell.named_parameters() if tensor.is_meta]:
             raise UnsupportedModel(f"its parameter {left[0]} was not filled")
@@ -253,6 +256,8 @@ class Filler:
         if is_product(part) or part is self.shell.get_output_embeddings():
             return self._product(name, part, like)
         # norm weights with a wider dtype than the checkpoint's are not replaced
+        if (stacks := self._expert_stacks(name, like)) is not None:
+            return QuantisedExperts(self.model, stacks)
         if (known := self.norms.of(part)) is not None and like.weight.dtype == self._stored:
             return NormSwap(self.model, known, self._parameter(like.weight).data)
         if rotates(part):
@@ -282,6 +287,14 @@ class Filler:
             self.weights[id(parameter)] = made
             self._released(parameter)
         return made
+
+    def _expert_stacks(self, name: str, like: nn.Module) -> tuple[ExpertStack, ExpertStack] | None:
+        """Reads the quantised stacks of a module of experts. None: it has none, or they are dequantised."""
+        stacks = None if self.codes is None else self.codes.expert_stacks(name, self.dtype, self.device, self.model.ops)
+        for parameter in () if stacks is None else like._parameters.values():
+            if parameter is not None:
+                self._released(parameter)
+        return stacks
 
     def _weight(self, parameter: Tensor, rows: Tensor | None = None, name: str = "") -> Weight:
         """Returns the weight that is made from a parameter. Modules that share a parameter get the same weight.

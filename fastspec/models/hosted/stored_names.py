@@ -44,7 +44,7 @@ def load_stored(module: Any, values: Mapping[str, Tensor], device: torch.device)
     asked = signature(convert_and_load_state_dict_in_model).parameters
     more: dict[str, Any] = {"tp_plan": None} if "tp_plan" in asked else {}  # before transformers 5.17
     found = convert_and_load_state_dict_in_model(module, dict(values), config, **more)[0]
-    if others := _not_ignored(found.unexpected_keys, module):
+    if others := not_ignored(found.unexpected_keys, module):
         raise CheckpointError(f"{listing(others)} unexpected")
     if found.mismatched_keys:
         name, given, wanted = min(found.mismatched_keys)
@@ -54,7 +54,7 @@ def load_stored(module: Any, values: Mapping[str, Tensor], device: torch.device)
         raise CheckpointError(f"{name} cannot be made of the given tensors: {str(told).strip().splitlines()[-1]}")
 
 
-def _not_ignored(names: Iterable[str], module: Any) -> list[str]:
+def not_ignored(names: Iterable[str], module: Any) -> list[str]:
     """Returns the names of tensors that the module neither has nor ignores."""
     patterns = (*(module._keys_to_ignore_on_load_unexpected or ()), *_IGNORED)
     return sorted(name for name in names if not any(re.search(pattern, name) for pattern in patterns))

@@ -18,6 +18,7 @@ from transformers.utils import logging
 from typing_extensions import override
 
 from fastspec.errors import CheckpointError, UnsupportedOption
+from fastspec.kernels.common.experts import ExpertStack
 from fastspec.kernels.common.weights import Weight
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.resolve import resolve
@@ -62,7 +63,12 @@ class HostedWeights:
     def weights(self) -> list[Any]:
         """All parameters and matrices, without buffers."""
         parts = [*self.model.module.modules(), *self.model.base.modules()]
-        return [each for part in parts for each in _held(part).values() if isinstance(each, nn.Parameter | Weight)]
+        return [
+            each
+            for part in parts
+            for each in _held(part).values()
+            if isinstance(each, nn.Parameter | Weight | ExpertStack)
+        ]
 
     def fill(self) -> None:
         """Does nothing, because the weights are filled. For `Pending`."""
@@ -175,7 +181,7 @@ def _check_same_format(found: Checkpoint, codes: ProductCodes | None, weights: H
     """Refuses a checkpoint that is quantised in another way. `codes` are those of `found`, see `_codes_of`."""
     checkpoint = weights.checkpoint
     own = _codes_of(checkpoint, weights)
-    if (codes and codes.kinds()) != (own and own.kinds()):
+    if (codes and (codes.kinds(), codes.experts.kinds)) != (own and (own.kinds(), own.experts.kinds)):
         raise CheckpointError(
             f"{found.name}: is stored in another format than the {checkpoint.role} {checkpoint.name}; save it in that "
             "format, or make a new generator"
@@ -353,12 +359,15 @@ def _dtype_in_use(weights: HostedWeights, name: str) -> torch.dtype:
     return held.dtype
 
 
-def _held(part: nn.Module) -> dict[tuple[str, int], Tensor | Weight]:
-    """Returns the tensors and matrices of a module itself: (name, index) -> value. The index is of a tuple."""
-    found: dict[tuple[str, int], Tensor | Weight] = {}
+def _held(part: nn.Module) -> dict[tuple[str, int], Tensor | Weight | ExpertStack]:
+    """Returns what a module itself holds: (name, index) -> tensor, matrix or stack of experts.
+
+    The index is of a tuple.
+    """
+    found: dict[tuple[str, int], Tensor | Weight | ExpertStack] = {}
     for name, value in (*part._parameters.items(), *part._buffers.items(), *vars(part).items()):
         for index, each in enumerate(value if isinstance(value, tuple) else (value,)):
-            if isinstance(each, Tensor | Weight):
+            if isinstance(each, Tensor | Weight | ExpertStack):
                 found[name, index] = each
     return found
 
@@ -368,7 +377,8 @@ def _overwrite(part: nn.Module, made: nn.Module) -> None:
     held = _held(part)
     for key, new in _held(made).items():
         old = held[key]
-        if isinstance(old, Weight) and isinstance(new, Weight):
-            old.copy_from(new)
-        elif isinstance(old, Tensor) and isinstance(new, Tensor) and not new.is_meta:
-            old.copy_(new)
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            if not new.is_meta:
+                old.copy_(new)
+        else:
+            old.copy_from(new)  # type: ignore[union-attr, arg-type]  # both are of one class

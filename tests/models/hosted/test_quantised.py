@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints import resolve as resolve_module
 from fastspec.models.checkpoints.pair import rounded_to
 from fastspec.models.checkpoints.resolve import resolve
-from fastspec.models.hosted.info import HostedInfo
+from fastspec.models.hosted.info import HostedInfo, hosted_info
 from fastspec.models.hosted.load import load_hosted
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.swaps import Product, is_product
@@ -103,11 +104,15 @@ def test_codes_are_kept_where_the_products_read_them(plain: Path, tmp_path: Path
         assert not torch.equal(meant[f"{name}.weight"], new[f"{name}.weight"])
 
 
-def test_what_is_not_read_is_refused_before_weights_are(plain: Path, tmp_path: Path) -> None:
-    config = config_of("qwen3_moe")  # hosted wherever its family is not native
-    raw = {**config.to_dict(), "quantization_config": GPTQ}
-    with pytest.raises(UnsupportedModel, match="quantised experts are read for native families alone"):
+def test_what_is_not_read_is_refused_before_weights_are(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of("stablelm")
+    raw, part = {**config.to_dict(), "quantization_config": GPTQ}, replace(hosted_info(config), whole="A larger one")
+    monkeypatch.setattr(resolve_module, "hosted_info", lambda config: part)
+    with pytest.raises(UnsupportedModel, match="quantised text parts are read for native families alone"):
         resolve_module._hosted_info(tmp_path, raw, config)
+    monkeypatch.undo()
     shutil.copytree(plain, tmp_path / "unlike")
     checkpoints.edit(tmp_path / "unlike" / "config.json", quantization_config=GPTQ)
     with pytest.raises(CheckpointError, match="says 'gptq', and no matrix is stored so"):
