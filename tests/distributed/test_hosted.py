@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -33,7 +34,7 @@ from tests.distributed import tasks
 from tests.distributed.test_generator import CALLS, one
 from tests.helpers import quantised
 from tests.helpers.heads import eagle3_tensors, write_eagle3
-from tests.helpers.hosted import fill
+from tests.helpers.hosted import fill, make_model
 from tests.helpers.model_table import PAGE, tiny_config
 from tests.helpers.rank_processes import Processes
 from tests.helpers.ranks import on_each
@@ -293,6 +294,26 @@ def test_codes_are_cut_with_their_scales(tmp_path: Path) -> None:
     assert on_each(2, seen) == [10, 10]  # of two layers all but v
     own = replace(checkpoint, spec=share_info(info_of(checkpoint), RankShare(0, 2, 2)))
     assert own.bytes_loaded(torch.float32, CPU, ops) < own.bytes_loaded(torch.float32, CPU, TORCH_OPS)
+
+
+def test_quantised_experts_are_dequantised_and_cut(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "n_routed_experts": 3, "n_group": 1, "topk_group": 1}
+    make_model("deepseek_v3", **sizes).save_pretrained(tmp_path / "meant")
+    settings = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    keep = ("self_attn", "shared_experts", "layers.0.")
+    meant = quantised.write(tmp_path / "meant", tmp_path / "q", settings, quantised.fp8_blocks, keep=keep)
+    save_file(meant, tmp_path / "meant" / "model.safetensors", metadata={"format": "pt"})
+    ops = TORCH_OPS.replaced(keeps_experts=lambda *_: True)
+    checkpoint, plain = (resolve(tmp_path / name, role="target") for name in ("q", "meant"))
+
+    def of_rank(checkpoint: Checkpoint) -> list[Tensor]:
+        return on_each(2, lambda rank, between: logits_of(part_of(checkpoint, RankShare(rank, 2, 2), between, ops)))
+
+    with pytest.warns(UserWarning, match=r"quantised experts of 1 layer\(s\) are dequantised"):
+        found = of_rank(checkpoint)
+    assert all(map(torch.equal, found, of_rank(plain)))
+    own = replace(checkpoint, spec=share_info(info_of(checkpoint), RankShare(0, 2, 2)))
+    assert own.bytes_loaded(torch.float32, CPU, ops) == info_of(own).weight_bytes(torch.float32)
 
 
 def test_products_that_are_rounded_are_cut(tmp_path: Path) -> None:

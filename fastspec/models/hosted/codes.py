@@ -160,16 +160,28 @@ class ProductCodes:
             stacklevel=2,
         )
 
-    def values(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def values(self, dtype: torch.dtype, device: torch.device, ops: Ops) -> dict[str, Tensor]:
         """Reads all tensors: stored name -> tensor. Quantised tensors are dequantised to `dtype`.
 
-        transformers fills a module with the result.
+        transformers fills a module with the result. Experts that stay quantised are not read. Their parameters get NaN,
+        in a tensor that takes no memory.
+
+        Args:
+            dtype: dtype of activations.
+            device, ops: see `expert_stacks`.
         """
+        layers = self.experts.layers
+        kept = [each for each in layers if self.expert_stacks(each, dtype, device, ops, planned=True) is not None]
+        left = self.experts.names(kept)
+        found = {}
         with self._whole.open():
-            return {
-                name: self._whole.read(name).to(dtype) if self._whole.kind(name) else self._whole.read(name)
-                for name in not_ignored(self._whole.infos(), self._shell)
-            }
+            for name in not_ignored(self._whole.infos().keys() - left, self._shell):
+                value = self._whole.read(name)
+                found[name] = value.to(dtype) if self._whole.kind(name) else value
+        for layer in kept:
+            for name, each in self._shell.get_submodule(layer).named_parameters(prefix=layer):
+                found[name] = torch.full((), torch.nan, dtype=dtype, device="cpu").expand(each.shape)
+        return found
 
 
 def rounding_of(checkpoint: Checkpoint, shell: nn.Module) -> dict[str, tuple[tuple[int, int], CodesKind]]:

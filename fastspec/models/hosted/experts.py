@@ -117,6 +117,16 @@ class StoredExperts:
         """Names of the modules with quantised experts."""
         return list(self._layers)
 
+    def names(self, layers: Collection[str]) -> set[str]:
+        """Returns the stored names of all matrices of experts in some modules."""
+        return {
+            name
+            for stack, experts in self._names.items()
+            if stack.rpartition(".")[0] in layers
+            for each in experts
+            for name in each
+        }
+
     def sizes(self, layers: Collection[str]) -> tuple[int, int]:
         """Returns (bytes of the codes, number of elements) of the quantised experts in some modules."""
         codes = elements = 0

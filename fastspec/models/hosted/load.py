@@ -75,7 +75,7 @@ def load_hosted(
         if checkpoint.quantisation is not None:
             codes = ProductCodes(checkpoint, info)
             codes.warn_of_dequantised_experts(checkpoint.name, dtype, device, model.ops)
-        values = stored_values(checkpoint.directory, info, dtype, codes)
+        values = stored_values(checkpoint.directory, model, dtype, device, codes)
         with bars(progress):
             source, release = read_module(values or checkpoint.directory, info, dtype, checkpoint.name), True
     shell = part_shell(info)
@@ -101,7 +101,7 @@ def bars(shown: bool) -> Iterator[None]:
 
 
 def stored_values(
-    directory: Path, info: HostedInfo, dtype: torch.dtype, codes: ProductCodes | None
+    directory: Path, model: HostedModel, dtype: torch.dtype, device: torch.device, codes: ProductCodes | None
 ) -> dict[str, Tensor] | None:
     """Reads the tensors of a checkpoint, if transformers cannot load its directory.
 
@@ -109,8 +109,8 @@ def stored_values(
 
     Args:
         directory: local directory of the checkpoint.
-        info: the model.
-        dtype: dtype to which quantised weights are dequantised.
+        model: the hosted model.
+        dtype, device: dtype and device of the weights.
         codes: reader of the quantised weights. None: the checkpoint is not quantised.
 
     Returns:
@@ -118,8 +118,8 @@ def stored_values(
         else those in the text model. None: transformers can load the directory.
     """
     if codes is not None:
-        return codes.values(dtype)
-    return text_values(directory) if info.whole else None
+        return codes.values(dtype, device, model.ops)
+    return text_values(directory) if model.info.whole else None
 
 
 def read_module(source: Path | dict[str, Tensor], info: HostedInfo, dtype: torch.dtype, name: str) -> nn.Module:

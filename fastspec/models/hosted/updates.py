@@ -200,7 +200,7 @@ def _fields(config: Any) -> dict[str, Any]:
 def _of_directory(found: Checkpoint, codes: ProductCodes | None, weights: HostedWeights) -> HostedUpdate:
     """Reads all tensors of a directory into a new module. For `codes` see `_codes_of`."""
     assert found.directory is not None, "a hosted checkpoint is a directory or a module"
-    values = stored_values(found.directory, weights.info, weights.dtype, codes)
+    values = stored_values(found.directory, weights.model, weights.dtype, weights.device, codes)
     source = read_module(values or found.directory, weights.info, weights.dtype, found.name)
     return _checked(source, weights, codes)
 

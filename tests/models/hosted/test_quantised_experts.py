@@ -17,9 +17,10 @@ from fastspec import CheckpointError, FastSpecGenerator, UnsupportedModel
 from fastspec.kernels.common.experts import can_stack_codes
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.hosted.codes import ProductCodes
 from fastspec.models.hosted.experts import QuantisedExperts, expert_matrices, has_plain_gate
 from fastspec.models.hosted.info import HostedInfo, shell_of
-from fastspec.models.hosted.load import load_hosted
+from fastspec.models.hosted.load import load_hosted, read_module
 from fastspec.models.hosted.model import HostedModel
 from fastspec.models.hosted.swaps import expert_layers
 from fastspec.models.hosted.updates import HostedWeights, checked_hosted_update
@@ -69,10 +70,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("mixture") / "model")
 
 
-def written(plain: Path, path: Path, form: str) -> dict[str, Tensor]:
+def written(plain: Path, path: Path, form: str, keep: tuple[str, ...] = ()) -> dict[str, Tensor]:
     """A copy of a mixture with quantised experts. Returns the values that are meant."""
     settings, pack = FORMS[form]()
-    return quantised.write(plain, path, settings | ({"ignore": []} if "ignore" in settings else {}), pack, keep=KEPT)
+    settings |= {"ignore": []} if "ignore" in settings else {}
+    return quantised.write(plain, path, settings, pack, keep=(*KEPT, *keep))
 
 
 def loaded(path: Path, ops: Any = KEEPING) -> HostedModel:
@@ -168,12 +170,33 @@ def test_codes_are_counted_and_updated_in_place(plain: Path, tmp_path: Path, for
     weights = HostedWeights(checkpoint, model, torch.float32, CPU)
     assert {id(stack) for stack in part.stacks} <= {id(each) for each in weights.weights}
     words = [stack.data.data_ptr() for stack in part.stacks]
-    with pytest.raises(CheckpointError, match="is stored in another format than the target"):
-        checked_hosted_update(tmp_path / "other", weights)
+    written(plain, tmp_path / "unlike", "fp8")
+    for unlike in ("other", "unlike"):
+        with pytest.raises(CheckpointError, match="is stored in another format than the target"):
+            checked_hosted_update(tmp_path / unlike, weights)
     checked_hosted_update(tmp_path / "new", weights).copy()
     assert words == [stack.data.data_ptr() for stack in part.stacks]
     for stack, values in zip(part.stacks, new, strict=True):
         assert torch.equal(stack.values(torch.arange(len(values))), values)
+
+
+def test_experts_that_stay_in_codes_take_no_host_memory(plain: Path, tmp_path: Path) -> None:
+    meant = written(plain, tmp_path / "q", "fp8")
+    checkpoint = resolve(tmp_path / "q", role="target")
+    info = checkpoint.spec
+    assert isinstance(info, HostedInfo)
+    codes = ProductCodes(checkpoint, info)
+    values = codes.values(torch.float32, CPU, KEEPING)
+    source = read_module(values, info, torch.float32, checkpoint.name)
+    (layer,) = expert_layers(source)
+    for stack in source.get_submodule(layer).parameters():
+        assert stack.dim() == 3
+        assert stack.untyped_storage().nbytes() == 4
+        assert bool(stack.isnan().all())  # seen at once if it were ever read
+    assert values.keys() - {f"{layer}.gate_up_proj", f"{layer}.down_proj"} == {
+        name for name in meant if not name.startswith(f"{layer}.")
+    }
+    assert codes.values(torch.float32, CPU, TORCH_OPS).keys() == meant.keys()
 
 
 def test_layers_that_transformers_leaves_out_are_not_read(plain: Path, tmp_path: Path) -> None:
@@ -184,6 +207,15 @@ def test_layers_that_transformers_leaves_out_are_not_read(plain: Path, tmp_path:
     save_file({**stored, **more}, tmp_path / "q" / FILE, metadata={"format": "pt"})
     for stack, values in zip(experts_of(loaded(tmp_path / "q")).stacks, meant, strict=True):
         assert torch.equal(stack.values(torch.arange(len(values))), values)
+
+
+def test_a_layer_with_an_expert_that_is_not_quantised_is_dequantised(plain: Path, tmp_path: Path) -> None:
+    meant = stacked(written(plain, tmp_path / "q", "gptq", keep=("experts.3.",)))
+    with pytest.warns(UserWarning, match=r"1 layer\(s\) are dequantised"):
+        model = loaded(tmp_path / "q")
+    parameters = {name: each for name, each in model.base.named_parameters() if ".experts." in name}
+    for name, values in zip(("gate_up_proj", "down_proj"), meant, strict=True):
+        assert torch.equal(parameters[f"layers.1.mlp.experts.{name}"], values)
 
 
 def test_experts_in_one_tensor_are_refused(plain: Path, tmp_path: Path) -> None:
