@@ -205,6 +205,10 @@ def test_layers_that_transformers_leaves_out_are_not_read(plain: Path, tmp_path:
     stored = load_file(tmp_path / "q" / FILE)
     more = {name.replace(".1.", ".61.", 1): each.clone() for name, each in stored.items() if "layers.1." in name}
     save_file({**stored, **more}, tmp_path / "q" / FILE, metadata={"format": "pt"})
+    checkpoint = resolve(tmp_path / "q", role="target")
+    assert isinstance(checkpoint.spec, HostedInfo)
+    read = ProductCodes(checkpoint, checkpoint.spec).values(torch.float32, CPU, KEEPING)
+    assert not any("layers.61." in name for name in read)
     for stack, values in zip(experts_of(loaded(tmp_path / "q")).stacks, meant, strict=True):
         assert torch.equal(stack.values(torch.arange(len(values))), values)
 
