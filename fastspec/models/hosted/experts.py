@@ -178,7 +178,8 @@ def has_plain_gate(part: Any) -> bool:
         return False
     cpu = torch.device("cpu")
     scales = torch.tensor(_SCALES, dtype=torch.float32, device=cpu)[:, None]
-    x = torch.randn(len(_SCALES), _WIDTH, generator=torch.Generator(cpu).manual_seed(0), device=cpu) * scales
+    generator = torch.Generator(cpu).manual_seed(0)
+    x = torch.randn(len(_SCALES), _WIDTH, generator=generator, dtype=torch.float32, device=cpu) * scales
     gate, up = x.chunk(2, dim=-1)
     try:
         found = part._apply_gate(x)
