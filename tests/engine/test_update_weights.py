@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
+import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ from fastspec.models.checkpoints.weight_loader import Loader
 from fastspec.output import GenerateOutput
 from tests.helpers import families, hybrid, quantised
 from tests.helpers.checkpoints import make_checkpoint, make_model
+from tests.helpers.dflash import WRITERS, Head
+from tests.helpers.dflash_definition import RELATIVES
 from tests.helpers.heads import LAYERS, eagle3_tensors, write_speculators
 from tests.helpers.mtp import write_target
 
@@ -266,6 +270,25 @@ def test_a_head_is_updated(tmp_path: Path) -> None:
         gen.update_weights(load_file(old / "model.safetensors"), model="draft")
         assert result(gen) == before
         assert gen.weight_version == 0
+
+
+@pytest.mark.parametrize("case", sorted(RELATIVES))
+def test_relatives_of_dflash_are_updated(case: str, tmp_path: Path) -> None:
+    """Every tensor of the head changes; nothing made of the old ones is kept, as fp32 copies would be."""
+    target = make_checkpoint(tmp_path / "target", "qwen3", vocab_size=11)
+    layout, changes, _ = RELATIVES[case]
+    old = WRITERS[layout](tmp_path / "old", replace(Head(32, 11, block_size=16, mask_id=10, ids=(0, 2)), **changes))
+    new = tmp_path / "new"
+    shutil.copytree(old, new)
+    stored = load_file(old / "model.safetensors")
+    tensors = {name: each.flip(0) if each.is_floating_point() else each for name, each in stored.items()}
+    save_file(tensors, new / "model.safetensors", {"format": "pt"})
+    with FastSpecGenerator(target, new, dtype="bfloat16", **OPTIONS) as made:
+        want = result(made, 11)
+    with FastSpecGenerator(target, old, dtype="bfloat16", **OPTIONS) as gen:
+        before = result(gen, 11)
+        gen.update_weights(new, model="draft")
+        assert result(gen, 11) == want != before
 
 
 def test_mtp_layers_are_updated(tmp_path: Path) -> None:

@@ -591,14 +591,6 @@ class DFlash2(DFlash):
         self._before = _there(weights.matrix(dflash2_spec.BEFORE))
         self._after = _there(weights.matrix(dflash2_spec.AFTER))
         self._projection = _there(weights.matrix(dflash2_spec.PROJECTION))
-        groups = self.spec.hidden_size // spec.group
-        self._base_kernels = {
-            (index, which): _there(weights.vector(f"layers.{index}.{which}.base_kernel"))
-            .float()
-            .view(2, spec.taps, groups, spec.group)
-            for index in range(self.spec.num_layers)
-            for which in ("attention_conv", "mlp_conv")
-        }
 
     @property
     def candidates(self) -> int:
@@ -668,7 +660,8 @@ class DFlash2(DFlash):
             h: [B, Q, hidden].
             kernel: [B, Q, 2, taps, groups], from `_convolved`.
         """
-        factors = self._base_kernels[index, which][side] + kernel[:, :, side, :, :, None]
+        base = _there(self._own.vector(f"layers.{index}.{which}.base_kernel"))[side].float()
+        factors = base.unflatten(-1, (-1, self._sizes.group)) + kernel[:, :, side, :, :, None]
         padded = torch.nn.functional.pad(h, (0, 0, self._sizes.taps - 1, 0))
         windows = padded.unfold(1, self._sizes.taps, 1).flip(-1).movedim(-1, 2)  # tap t is the token t places before
         found: Tensor = (factors * windows.unflatten(-1, (-1, self._sizes.group))).sum(2)
