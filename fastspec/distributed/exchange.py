@@ -43,7 +43,8 @@ class Exchange(Protocol):
 
         Args:
             keys: uint64 [R], for each row the key of this rank's largest logit, see `kernels.reference.keys_of`.
-            width: number of token ids per rank. Rank r has ids r * width .. (r + 1) * width - 1.
+            width: number of token ids per rank. Rank r has ids r * width .. (r + 1) * width - 1. 0: keys have the ids
+                of all ranks already.
             out: int64 [R], receives the ids. Any stride is possible.
         """
 
