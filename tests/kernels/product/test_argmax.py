@@ -83,6 +83,8 @@ def test_of_equal_logits_the_lowest_mapped_id_is_taken_and_nan_is_the_largest() 
     out = torch.empty(4, dtype=torch.int64)
     reference.pick(rows, 50, out, ids)
     assert out.tolist() == [4, 4, 4, 4]
+    halves = [reference.keys_of(rows[:, part], 50, ids[part]) for part in (slice(2), slice(2, 4))]
+    assert reference.largest_of(halves, 0).tolist() == [4, 4, 4, 4], "of two ranks"
     x, head = rigged({0: 1.0, 1: 1.0, 2: 0.0}, "cpu")
     of_head = torch.full((160,), 50)
     of_head[:4] = ids
