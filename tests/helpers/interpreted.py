@@ -165,20 +165,20 @@ def let_addresses_be_checked() -> None:
 
     executor, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     enter, load, store = executor._init_args_hst, builder.create_masked_load, builder.create_masked_store
-    held: list[tuple[int, int]] = []
+    held: dict[str, Any] = {}
 
     def _init_args_hst(self: Any, args: Any, kwargs: Any) -> Any:
         found = enter(self, args, kwargs)
-        held[:] = sorted(set(_ranges(found)))
+        ranges = np.array(sorted(set(_ranges(found))), dtype=np.int64).reshape(-1, 2)
+        held.update(begins=ranges[:, 0], ends=ranges[:, 1])
         return found
 
     def check(pointers: Any, mask: Any) -> None:
-        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.uint64)
-        inside = np.zeros(at.shape, dtype=bool)
-        for begin, end in held:
-            inside |= (at >= begin) & (at < end)
-        if not inside.all():
-            raise IndexError(f"a kernel reads or writes {int((~inside).sum())} elements outside of its tensors")
+        at = np.broadcast_to(pointers.data, mask.data.shape)[mask.data.astype(bool)].astype(np.int64)
+        nearest = held["begins"].searchsorted(at, side="right") - 1
+        outside = int(((nearest < 0) | (at >= held["ends"][nearest])).sum()) if len(held["ends"]) else at.size
+        if outside:
+            raise IndexError(f"a kernel reads or writes {outside} elements outside of its tensors")
 
     def create_masked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
         check(pointers, mask)

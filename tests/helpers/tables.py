@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastspec.kernels import reference
 from fastspec.kernels.ops import TORCH_OPS
 from fastspec.proposers.draft_model import DraftModel, VocabMap
 from fastspec.sampling.distribution import DRAFT, TARGET
@@ -38,8 +39,8 @@ class TableModel:
     def logits(self, hidden: Tensor, tiling: Tiling) -> Tensor:
         return self.table[hidden[..., 0], hidden[..., 1]]
 
-    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor) -> None:
-        out.copy_(self.logits(hidden, tiling)[..., :limit].argmax(dim=-1))
+    def argmax(self, hidden: Tensor, limit: int, tiling: Tiling, out: Tensor, ids: Tensor | None = None) -> None:
+        reference.pick(self.logits(hidden, tiling), limit, out, ids)
 
 
 def random_table(seed: int, positions: int, vocab: int, zeros: float = 0.3) -> Tensor:
