@@ -290,14 +290,11 @@ class TritonOps(Ops):
     ) -> None:
         if weight.format != "rows":
             packed_argmax(x, weight, limit, work.argmax, norm=norm, pdl=has_pdl(x.device), out=out, ids=ids)
-        elif out.dtype == torch.uint64:  # the other argmax kernel writes no keys
-            logits = TritonOps.linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
-            out.view(torch.int64).copy_(reference.keys_of(logits, limit, ids))
-        elif tiling.rows is None:
-            reference.argmax(x, weight, limit, tiling, norm=norm, work=None, out=out, ids=ids)
-        elif ids is not None:  # nor does it know other ids
+        elif out.dtype == torch.uint64 or ids is not None:  # the other argmax kernel writes no keys and maps no ids
             logits = TritonOps.linear(x, weight, None, tiling, norm=norm, out_dtype=torch.float32)
             reference.pick(logits, limit, out, ids)
+        elif tiling.rows is None:
+            reference.argmax(x, weight, limit, tiling, norm=norm, work=None, out=out)
         else:  # `out` may be a strided column of the draft tokens, but `tile_argmax` returns contiguous ids
             out.copy_(tile_argmax(x, weight.data, limit, work.argmax, norm=norm, pdl=has_pdl(x.device)))
 

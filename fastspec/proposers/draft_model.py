@@ -138,17 +138,12 @@ class DraftModel(ProposerBase):
             j: index of the draft token, from 0.
         """
         if shape.sampler == GREEDY:
-            limit, ids = self._greedy
+            limit, ids = drafted_ids(self.shared_vocab, self._map)
             self.model.argmax(hidden[:, 0], limit, shape.tiling, out=state.draft_tokens[:, j], ids=ids)
             return
         logits = self.model.logits(hidden, shape.tiling)
         logits = logits[..., : self.shared_vocab] if self._map is None else self._map.in_target_ids(logits)
         sample(self.ops, state, shape, draws, logits, j, self._work)
-
-    @property
-    def _greedy(self) -> tuple[int, Tensor | None]:
-        """`limit` and `ids` of `CausalModel.argmax` for draft tokens that are ids of the target."""
-        return self.shared_vocab, None if self._map is None else self._map.places
 
 
 class ParallelDraft(DraftModel):
@@ -196,7 +191,7 @@ class ParallelDraft(DraftModel):
         x = hidden.gather(1, at[..., None].expand(-1, -1, hidden.shape[-1]))
         torch.clamp(self.max_length + 1 - state.lengths, 0, k, out=state.draft_counts)
         if shape.sampler == GREEDY:
-            pick_block(self.model.argmax, state, shape, x, lookup, *self._greedy)
+            pick_block(self.model.argmax, state, shape, x, lookup, *drafted_ids(self.shared_vocab, self._map))
             return
         for j, logits in enumerate(self._logits(x, shape)):
             sample(self.ops, state, shape, draws, logits, j, self._work)
@@ -268,6 +263,16 @@ class VocabMap:
         """Converts logits [..., draft ids] to [..., target ids]. Ids that the draft lacks get -inf."""
         wide = logits.new_full((*logits.shape[:-1], len(self.to_draft) + 1), -torch.inf)
         return wide.index_copy_(-1, self.places, logits)[..., :-1]
+
+
+def drafted_ids(vocab: int, vocab_map: VocabMap | None) -> tuple[int, Tensor | None]:
+    """Returns `limit` and `ids` of `CausalModel.argmax` for draft tokens that are ids of the target.
+
+    Args:
+        vocab: number of ids that may be drafted if there is no map.
+        vocab_map: map between the ids of target and draft. None: both have the same ids.
+    """
+    return (vocab, None) if vocab_map is None else (len(vocab_map.to_draft), vocab_map.places)
 
 
 def pick_block(

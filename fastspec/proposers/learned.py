@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fastspec.kernels.ops import Ops
 from fastspec.models.heads.spec import HeadSpec, as_layers, described
-from fastspec.proposers.draft_model import VocabMap, overwrite_draft, pick_block, sample
+from fastspec.proposers.draft_model import VocabMap, drafted_ids, overwrite_draft, pick_block, sample
 from fastspec.proposers.interface import ProposerBase
 from fastspec.sampling.verify import Draws
 from fastspec.shapes import GREEDY, StepShape, Tiling
@@ -145,7 +145,7 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         if shape.sampler != GREEDY:
             self._sample(state, shape, draws, model.logits(x, shape.tiling), j)
             return
-        limit, ids = self._greedy
+        limit, ids = drafted_ids(self.model.vocab_size, self._map)
         model.argmax(x[:, 0], limit, shape.tiling, out=state.draft_tokens[:, j], ids=ids)
 
     def _draw_block(
@@ -156,17 +156,10 @@ class LearnedDrafts(ProposerBase, Generic[Model]):
         For `lookup` see `DraftModel.propose`, for other arguments `Proposer.propose`.
         """
         if shape.sampler == GREEDY:
-            pick_block(self.model.argmax, state, shape, x, lookup, *self._greedy)
+            pick_block(self.model.argmax, state, shape, x, lookup, *drafted_ids(self.model.vocab_size, self._map))
             return
         logits = self.model.logits(x.contiguous(), shape.tiling)
         for j in range(shape.num_drafts):
             self._sample(state, shape, draws, logits[:, j : j + 1].contiguous(), j)
             if lookup is not None:
                 overwrite_draft(state, shape, lookup[0][:, j], j < lookup[1], j)
-
-    @property
-    def _greedy(self) -> tuple[int, Tensor | None]:
-        """`limit` and `ids` of `CausalModel.argmax` for draft tokens that are ids of the target."""
-        if self._map is None:
-            return self.model.vocab_size, None
-        return self._target.vocab_size, self._map.places

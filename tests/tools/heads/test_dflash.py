@@ -13,22 +13,18 @@ from torch import Tensor
 from fastspec import FastSpecGenerator
 from tests.helpers import dflash_definition
 from tests.helpers.dflash import Head
+from tests.helpers.head_training import prompts, trained_head
 from tests.helpers.tiny_targets import VOCAB, tiny_model
 from tools.heads.evaluate import decode, draft_with
 from tools.heads.export import load, save
 from tools.heads.recipe import Recipe
-from tools.heads.rows import Chunks, Rows
 from tools.heads.target import Target
-from tools.heads.train import History, choose_drafted, make_head, train
+from tools.heads.train import History
 
 MASKS, MASK_ID, LAYERS, READ, NEW = 3, 7, 2, (2, 4, 6), 24
 RECIPE = Recipe(
     steps=60, batch_tokens=120, lr=1e-2, warmup=5, ema=0.9, unroll=MASKS, dflash_layers=LAYERS, mask_id=MASK_ID
 )
-
-
-def prompts() -> Tensor:
-    return torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(8))
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +35,8 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def trained(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
     """The folder of a head that drafts 40 of the 48 tokens, and how its training went."""
-    torch.manual_seed(2)
-    generator, folder = torch.Generator().manual_seed(2), tmp_path_factory.mktemp("dflash")
-    rows = Rows(*target.write(prompts(), NEW, 0.0))
-    head = make_head(target, choose_drafted([rows], VOCAB, 40), RECIPE)
-    batches = Chunks(target, [rows], torch.device("cpu"), generator).batches(RECIPE.batch_tokens)
-    history = train(head, target, batches, RECIPE)
+    folder = tmp_path_factory.mktemp("dflash")
+    head, history = trained_head(target, RECIPE, NEW)
     save(head, target.model.config, READ, folder)
     return folder, history
 

@@ -11,23 +11,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fastspec import FastSpecGenerator
+from tests.helpers.head_training import prompts, trained_head
 from tests.helpers.mtp import MtpDefinition
 from tests.helpers.tiny_targets import VOCAB, tiny_model
 from tests.tools.heads.test_corpus import folder_of, save_tokenizer, texts
 from tools.heads.__main__ import main
 from tools.heads.evaluate import decode, draft_with
-from tools.heads.mtp import load_mtp, save_mtp
+from tools.heads.mtp import MtpHead, load_mtp, save_mtp
 from tools.heads.recipe import Recipe
-from tools.heads.rows import Chunks, Rows
 from tools.heads.target import LAST, Target
-from tools.heads.train import History, choose_drafted, head_shape, make_head, train
+from tools.heads.train import History, head_shape, make_head
 
-PLACES, NEW, LAYERS, DRAFTED = 3, 24, 7, 40
+PLACES, NEW, LAYERS = 3, 24, 7
 RECIPE = Recipe(steps=60, batch_tokens=120, lr=1e-2, warmup=5, ema=0.9, unroll=PLACES, mtp=True)
-
-
-def prompts() -> Tensor:
-    return torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(8))
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +34,9 @@ def target() -> Target:
 @pytest.fixture(scope="module")
 def trained(target: Target, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, History]:
     """The target's checkpoint with a layer that drafts 40 of the 48 tokens, and how its training went."""
-    torch.manual_seed(2)
-    generator, folder = torch.Generator().manual_seed(2), tmp_path_factory.mktemp("mtp")
-    rows = Rows(*target.write(prompts(), NEW, 0.0))
-    head = make_head(target, choose_drafted([rows], VOCAB, DRAFTED), RECIPE)
-    history = train(head, target, Chunks(target, [rows], torch.device("cpu"), generator).batches(120), RECIPE)
+    folder = tmp_path_factory.mktemp("mtp")
+    head, history = trained_head(target, RECIPE, NEW)
+    assert isinstance(head, MtpHead)
     target.model.save_pretrained(folder / "target")
     save_mtp(head, folder / "target", folder / "with")
     return folder / "with", history
