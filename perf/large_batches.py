@@ -27,8 +27,8 @@ from perf.records import Row
 
 PROMPT, NEW, ROUNDS = 64, 64, 2
 RATES = (0.3, 0.9)  # one at which drafts do not pay at 64 rows, and one at which they do
-COLUMNS = ("batch", "acceptance", "k", "tok_s", "over_plain", "over_best", "ms_step", "steps_at", "workspace_gib",
-           "taken_gib")  # fmt: skip
+COLUMNS = ("batch", "exact", "acceptance", "k", "tok_s", "over_plain", "over_best", "ms_step", "steps_at",
+           "workspace_gib", "taken_gib")  # fmt: skip
 
 
 def rows_of_batch(generator: FastSpecGenerator, batch: int, ks: Sequence[int], new: int, vocab: int) -> list[Row]:
@@ -84,6 +84,7 @@ def rows_of(given: argparse.Namespace) -> Iterator[list[Row]]:
         for batch in given.batches:
             for rate in given.rates:
                 labels: Row = {"batch": batch, "acceptance": rate, "acceptance_by": "SyntheticAcceptance"}
+                labels["exact"] = not given.inexact
                 if time.perf_counter() - begun > given.seconds:
                     yield [{**labels, "status": "no time"}]
                     continue
@@ -94,7 +95,7 @@ def rows_of(given: argparse.Namespace) -> Iterator[list[Row]]:
                     warnings.simplefilter("ignore")  # that the text is not the model's: the rows say it
                     made = FastSpecGenerator(
                         target, draft, **options, dtype=dtype, device=given.device, draft_quantization=None,
-                        prefix_cache=False, progress=False,
+                        prefix_cache=False, progress=False, exact=not given.inexact,
                     )  # fmt: skip
                 with made:
                     rows = rows_of_batch(made, batch, ks, given.new, fit(SHAPES["8b"])["vocab_size"])
@@ -109,6 +110,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--ks", type=int, nargs="+", default=[1, 2], help="drafts a step; 0 is always measured")
     made.add_argument("--rates", type=float, nargs="+", default=list(RATES), help="of acceptance")
     made.add_argument("--new", type=int, default=NEW, help="new tokens of a row")
+    made.add_argument("--inexact", action="store_true", help="exact=False: other bits, other kernels beyond 160 rows")
     made.add_argument("--seconds", type=float, default=80.0, help="begin no case after so many")
     made.add_argument("--small", action="store_true", help="tiny models: shows that the measuring works")
 

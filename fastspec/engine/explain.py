@@ -294,7 +294,7 @@ def _products(settings: Settings) -> str:
     if not settings.exact:
         return (
             "exact=False: the library's in any shape, so a row's bits may depend on k and on its neighbours; packed "
-            "weights have one way only, as with exact=True"
+            "weights as with exact=True, but on sm_90 steps of more than 160 rows as prompts"
         )
     return "exact=True: the same arithmetic for any number of rows, so a row's bits depend on that row alone"
 

@@ -27,7 +27,7 @@ from fastspec.kernels.experts import router as routers
 from fastspec.kernels.experts.route import route as route_rows
 from fastspec.kernels.experts.route import route_normed as route_normed_rows
 from fastspec.kernels.feed_rows import feed_rows
-from fastspec.kernels.gpu import generation_of, has_pdl
+from fastspec.kernels.gpu import generation_of, has_pdl, has_warp_groups
 from fastspec.kernels.joined import joined_norms as join_rows
 from fastspec.kernels.lookup.dispatch import look_up
 from fastspec.kernels.norm import add_norm as add_norm_rows
@@ -37,6 +37,7 @@ from fastspec.kernels.product.dispatch import packed_argmax, packed_linear
 from fastspec.kernels.product.launch import reads_raised
 from fastspec.kernels.product.layer_tail import layer_tail as packed_layer_tail
 from fastspec.kernels.product.layer_tail import runs_on_tma
+from fastspec.kernels.product.plan import TMA_ROWS
 from fastspec.kernels.product.portable.products import tile_argmax, tile_linear
 from fastspec.kernels.product.prefill import prefill_linear
 from fastspec.kernels.product.quantised.plan import MAX_ROWS
@@ -151,10 +152,12 @@ class TritonOps(Ops):
     @staticmethod
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
-        product = call.product
+        product, rows = call.product, call.positions.numel()
         # attention does not regroup its result for a product with 8-bit codes. Such a product also needs its rows times
         # 2^64, and the kernel that multiplies them regroups them at no cost
-        regroup = product is not None and not reads_raised(product) and runs_on_tma([product], call.positions.numel())
+        regroup = product is not None and not reads_raised(product) and runs_on_tma([product], rows)
+        if product is not None and _runs_as_prompt([product], rows, call.tiling):
+            regroup = False
         return attend_paged(call, work.attend, regroup)
 
     @staticmethod
@@ -176,6 +179,7 @@ class TritonOps(Ops):
         | weight [N, K] | pass | kernel |
         |---|---|---|
         | packed | decoding | `packed_linear` |
+        | packed | decoding of more than TMA_ROWS rows with exact=False | `prefill_linear`, which is faster there |
         | packed | prefill | `prefill_linear`: a row has the same bits for any number of tokens |
         | quantised | decoding, or up to MAX_ROWS rows | `packed_linear`, which reads fewer bytes |
         | quantised | prefill of more rows | `prefill_quantised` |
@@ -191,7 +195,7 @@ class TritonOps(Ops):
         prompt = x.dim() == 3 and x.shape[1] > MAX_SPLIT_QUERIES
         if weight.format != "rows":
             rows, quantised = x.numel() // x.shape[-1], weight.format == "codes"
-            prompt = prompt and not (quantised and rows <= MAX_ROWS)
+            prompt = (prompt and not (quantised and rows <= MAX_ROWS)) or _runs_as_prompt([weight], rows, tiling)
             # the prefill kernels do not support a bias together with a gate
             if prompt and (bias is None or not gated):
                 product = prefill_quantised if quantised else prefill_linear
@@ -239,7 +243,9 @@ class TritonOps(Ops):
             others: see `reference.layer_tail`.
         """
         weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
-        if x.shape[1] <= MAX_SPLIT_QUERIES and runs_on_tma(weights, x.shape[0] * x.shape[1]):
+        rows = x.shape[0] * x.shape[1]
+        step = x.shape[1] <= MAX_SPLIT_QUERIES and not _runs_as_prompt(weights, rows, tiling)
+        if step and runs_on_tma(weights, rows):
             return packed_layer_tail(attended, x, layer, next_layer, eps, has_pdl(x.device), reduce)
         if attended.dim() == 4:
             attended = packing.in_order(attended)
@@ -297,6 +303,15 @@ class TritonOps(Ops):
             reference.argmax(x, weight, limit, tiling, norm=norm, work=None, out=out)
         else:  # `out` may be a strided column of the draft tokens, but `tile_argmax` returns contiguous ids
             out.copy_(tile_argmax(x, weight.data, limit, work.argmax, norm=norm, pdl=has_pdl(x.device)))
+
+
+def _runs_as_prompt(weights: list[Weight], rows: int, tiling: Tiling) -> bool:
+    """True if products of a step with `rows` rows use the prompts' kernel. It is faster there, but gives other bits.
+
+    So only with exact=False: `tiling.rows` is None.
+    """
+    many = tiling.rows is None and rows > TMA_ROWS
+    return many and all(weight.format == "packed" and has_warp_groups(weight.device) for weight in weights)
 
 
 TRITON_OPS = TritonOps()
