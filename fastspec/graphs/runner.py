@@ -21,6 +21,7 @@ import torch
 from fastspec.graphs.failures import device_failed
 from fastspec.graphs.keys import describe
 
+STREAMS = 32  # CUDA streams of a device that torch hands out in turn
 # the first run compiles and loads kernels and allocates the libraries' work areas; the second runs with them
 WARM_UPS = 2
 
@@ -329,7 +330,7 @@ class _StreamLease:
     def __init__(self, device: torch.device, owner: object) -> None:
         free = _free_streams(device)
         self._device = device
-        self._stream = free.pop() if free else torch.cuda.Stream(device)
+        self._stream = free.pop() if free else _new_stream(device)
         self._finalizer = weakref.finalize(owner, free.append, self._stream)
 
     @contextmanager
@@ -350,6 +351,27 @@ class _StreamLease:
 @cache
 def _free_streams(device: torch.device) -> list[torch.cuda.Stream]:
     return []
+
+
+@cache
+def _taken_streams(device: torch.device) -> set[int]:
+    """Returns the handles of all streams that runners have had, also of discarded ones."""
+    return set()
+
+
+def _new_stream(device: torch.device) -> torch.cuda.Stream:
+    """Makes a stream that no runner has had.
+
+    torch hands out its STREAMS streams of a device in turn. If runners have had all of them, they share streams.
+    """
+    taken = _taken_streams(device)
+    stream = torch.cuda.Stream(device)
+    for _ in range(STREAMS):
+        if stream.cuda_stream not in taken:
+            break
+        stream = torch.cuda.Stream(device)
+    taken.add(stream.cuda_stream)
+    return stream
 
 
 def _node_count(graph: torch.cuda.CUDAGraph) -> int:

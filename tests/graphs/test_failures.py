@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ import torch
 
 from fastspec import FastSpecGenerator, demo_pair, step
 from fastspec.graphs import results as rings
+from fastspec.graphs import runner as runners
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Captured, EagerRunner, GraphRunner
 from fastspec.shapes import GREEDY
@@ -125,6 +129,21 @@ def test_a_device_that_is_only_slow_is_waited_for(monkeypatch: pytest.MonkeyPatc
     assert len(asked) == 3
 
 
+def test_runners_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch hands out its streams in turn, to others too."""
+    turn = itertools.cycle(range(runners.STREAMS))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=next(turn)))
+    monkeypatch.setattr(runners, "_taken_streams", cache(lambda device: set()))
+    first = runners._new_stream(CUDA)
+    for _ in range(runners.STREAMS - 1):
+        torch.cuda.Stream(CUDA)  # another's
+    second = runners._new_stream(CUDA)
+    assert second != first
+    rest = [runners._new_stream(CUDA) for _ in range(runners.STREAMS)]
+    assert {each.cuda_stream for each in (first, second, *rest[:-2])} == set(range(runners.STREAMS))
+    assert rest[-1] is not None  # none is left: runners share
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("fault", ["host read", "wait", "kept memory", "other stream"])
 def test_each_fault_is_named_and_leaves_the_runner_usable(fault: str) -> None:
@@ -132,7 +151,9 @@ def test_each_fault_is_named_and_leaves_the_runner_usable(fault: str) -> None:
     x = torch.ones(8, device=CUDA)
     runs = 0
     kept: list[torch.Tensor] = []
-    side = torch.cuda.Stream()
+    own = runner._stream._stream
+    # torch hands out few streams in turn, so the next one may be the runner's own
+    side = next(stream for stream in iter(torch.cuda.Stream, None) if stream.cuda_stream != own.cuda_stream)
 
     def body() -> None:
         nonlocal runs
@@ -147,7 +168,7 @@ def test_each_fault_is_named_and_leaves_the_runner_usable(fault: str) -> None:
                 kept.append(torch.empty(2**20, device=CUDA))
             else:
                 with torch.cuda.stream(side):
-                    side.wait_stream(runner._stream._stream)
+                    side.wait_stream(own)
                     x.mul_(2)  # and nobody waits for it
 
     expected = "keeps" if fault == "kept memory" else "graphs=False launches every operation"
