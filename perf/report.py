@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf import anatomy, gate, on_cpu, records
+from perf import anatomy, gate, on_cpu, on_tasks, records
 from perf.cases import Case
 from perf.records import DIRTY, ROOT, Row
 from perf.workloads import ACCEPTED
 
 DOCUMENT, RESULTS, TABLES = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md", ROOT / "perf" / "TABLES.md"
 BEGIN, END = "<!-- written by `python -m perf report` -->", "<!-- end of what it writes -->"
-FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto", "quantised")
+FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto", "quantised", "tasks")
 OURS = "fastspec"
 MAIN = "8b+1b"  # the workload of the pictures that show one
 PEERS_CASE, PEERS_K = f"{MAIN}, batch 1, prompt 128, greedy", 4  # the one picture of the README
@@ -181,6 +181,7 @@ def sections(rows: Sequence[Row]) -> list[str]:
         ("Kernels of a step by kind, microseconds together (and how many)", by_kind(traces(rows)), KINDS),
         ("Starting up, and memory", started, START),
         ("The gate", gates(rows), GATE),
+        ("Drafters on tasks, with a real model", on_tasks.timed(rows), on_tasks.TIMED),
     )
 
 

@@ -23,7 +23,7 @@ import torch
 from fastspec import FastSpecGenerator, NGram, Suffix
 from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_text, say, step_sums, token_sums
 from perf.records import Row
-from perf.tasks.peer import ASSISTANT, DRAFTING, NAMES, peer_calls
+from perf.tasks.peer import ASSISTANT, DRAFTING, LLAMA_CPP, NAMES, peer_calls
 
 FILE = Path(__file__).with_name("tasks.jsonl")
 PLAIN, ALL = "plain", "all"
@@ -145,6 +145,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         choices=NAMES,
         help="peers, greedy; need --batch 1. The assistant is --draft, or the target a second time",
     )
+    made.add_argument("--gguf", type=Path, help="the target's GGUF file, for the peer llama.cpp")
     made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
 
 
@@ -177,6 +178,8 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
         )
     if given.peers and given.batch > 1:
         raise SystemExit(f"--peers needs --batch 1, got --batch {given.batch}: peers decode one prompt at a time")
+    if LLAMA_CPP in given.peers and given.gguf is None:
+        raise SystemExit("--peers llama.cpp needs --gguf FILE, the file of the same model, and the package cyllama")
     on_cpu = torch.device(given.device).type == "cpu"
     clock, words = (time.process_time, "processor time") if on_cpu else (time.perf_counter, "wall")
     with ExitStack() as stack:
@@ -213,6 +216,7 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
 def beside(given: argparse.Namespace, prompts: list[list[list[int]]], **how: Any) -> Iterator[tuple[str, list[Call]]]:
     """Yields "peer k" and its calls, as soon as they are there."""
     how |= {"dtype": given.dtype, "device": given.device, "length": given.max_length, "assistant": given.draft}
+    how["gguf"] = given.gguf
     for peer in given.peers:
         name = NAMES[peer] + (", itself" if peer == ASSISTANT and given.draft is None else "")
         for k in given.k if peer in DRAFTING else (0,):

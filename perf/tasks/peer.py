@@ -12,13 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from perf.experiment import Call, wait
 from perf.tasks.compiled import StaticDecoder
+from perf.tasks.llama_cpp import LlamaCpp
 
-LOOKUP, ASSISTANT, PLAIN, COMPILED = "lookup", "assistant", "plain", "compiled"
+LOOKUP, ASSISTANT, PLAIN, COMPILED, LLAMA_CPP = "lookup", "assistant", "plain", "compiled", "llama.cpp"
 NAMES: Final = {
     LOOKUP: "transformers' prompt lookup",
     ASSISTANT: "transformers' assistant",
     PLAIN: "transformers",
     COMPILED: "torch.compile, static K/V",
+    LLAMA_CPP: "llama.cpp",
 }
 """Names of peers in rows, by their value of --peers."""
 DRAFTING: Final = (LOOKUP, ASSISTANT)
@@ -37,6 +39,7 @@ def peer_calls(
     eos_token_id: int | None,
     length: int,
     assistant: Path | None = None,
+    gguf: Path | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Call]:
     """Decodes each prompt and counts passes.
@@ -53,18 +56,23 @@ def peer_calls(
         eos_token_id: ends a text.
         length: positions of a static cache.
         assistant: checkpoint of the assistant. None: the target, a second time.
+        gguf: file that llama.cpp reads; its weights stay in their codes.
         clock: gives seconds.
     """
-    model = _loaded(target, dtype, device)
-    drafts: dict[str, Any] = {}
-    if peer == LOOKUP:
-        drafts = {"prompt_lookup_num_tokens": k}
-    elif peer == ASSISTANT:
-        drafts = {"assistant_model": _assistant(assistant or target, dtype, device, k)}
-    compiled = peer == COMPILED
-    decode = (
-        _compiled(model, new, eos_token_id, length) if compiled else _transformers(model, new, eos_token_id, drafts)
-    )
+    if peer == LLAMA_CPP:
+        assert gguf is not None, "the command line asks for it"
+        decode = _llama_cpp(gguf, new, eos_token_id, length)
+    else:
+        model = _loaded(target, dtype, device)
+        drafts: dict[str, Any] = {}
+        if peer == LOOKUP:
+            drafts = {"prompt_lookup_num_tokens": k}
+        elif peer == ASSISTANT:
+            drafts = {"assistant_model": _assistant(assistant or target, dtype, device, k)}
+        compiled = peer == COMPILED
+        decode = (
+            _compiled(model, new, eos_token_id, length) if compiled else _transformers(model, new, eos_token_id, drafts)
+        )
     found = []
     with torch.inference_mode():
         decode(prompts[0][0])  # warm
@@ -119,6 +127,17 @@ def _compiled(model: Any, new: int, end: int | None, length: int) -> Decode:
 
     def decode(row: list[int]) -> tuple[list[int], int]:
         text = decoder.generate(row, new, end)
+        return text, len(text)
+
+    return decode
+
+
+def _llama_cpp(file: Path, new: int, end: int | None, length: int) -> Decode:
+    """Decoding by llama.cpp, which gives a text and the number of passes."""
+    engine = LlamaCpp(file, length)
+
+    def decode(row: list[int]) -> tuple[list[int], int]:
+        text = engine.generate(row, new, end)
         return text, len(text)
 
     return decode
