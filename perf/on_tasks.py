@@ -56,3 +56,12 @@ def timed(rows: Sequence[Row]) -> list[Row]:
     shown = [row for row in whole if runs[row["workload"], row["temperature"]] == row["commit"]]
     plain = {(row["workload"], row["temperature"]): row["tok_s"] for row in shown if row["drafter"] == PLAIN}
     return [row | {"over_plain": round(row["tok_s"] / plain[row["workload"], row["temperature"]], 2)} for row in shown]
+
+
+def of_the_picture(rows: Sequence[Row]) -> list[Row]:
+    """The rows of `timed` of the last workload that was decoded at several temperatures."""
+    heats: dict[str, set[float]] = {}
+    for row in rows:
+        heats.setdefault(row["workload"], set()).add(row["temperature"])
+    several = [workload for workload, found in heats.items() if len(found) > 1]
+    return [row for row in rows if several and row["workload"] == several[-1]]

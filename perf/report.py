@@ -243,6 +243,7 @@ def pictures(rows: Sequence[Row], folder: Path, on_a_cpu: Sequence[Row] = ()) ->
     steps = ([row for row in traces(rows) if row["k"]] or traces(rows))[:1]
     kernels = [row for row in rows if row.get("file") == "kernels" and row.get("operations")]
     with_peers, weights = _with_peers(rows), newest_of_pairs(rows)
+    drafters = on_tasks.of_the_picture(on_tasks.timed(rows))
     trained = on_cpu.newest(on_a_cpu, "grpo", "case", "k")
     drawn = (
         ("roofline", "Operations per second over operations per byte", plots.roofline(kernels, exact), exact,
@@ -252,6 +253,9 @@ def pictures(rows: Sequence[Row], folder: Path, on_a_cpu: Sequence[Row] = ()) ->
          "A line is a pass of the model, a bar a kernel. Draft passes come first, then the target's scoring pass."),
         ("tokens_over_k", "Tokens per second over drafts per step", plots.rate_over_k(usual), usual,
          "Greedy, prompts of 128 tokens. Bars are 95% intervals over prompts."),
+        ("tasks", "Tokens per second of a real model by drafter", plots.of_drafters(drafters), drafters,
+         "Real text, one prompt at a time, at most four drafts a step. Numbers are tokens per step, thin bars 95% "
+         "intervals over tasks."),
         ("peers", "Tokens per second beside other engines", plots.beside(with_peers), with_peers,
          "The same weights and prompts, one prompt at a time. Measured on different days."),
         ("gain_over_acceptance", "Speed-up over acceptance", plots.gain_over_acceptance(main), main,

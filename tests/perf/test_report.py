@@ -258,6 +258,10 @@ def test_a_timed_run_of_tasks_is_shown_whole_beside_its_own_plain_decoding() -> 
         ("b", 0, "plain", 1.0), ("b", 0, "lookup", 2.5), ("a", 0.8, "plain", 1.0), ("a", 0.8, "lookup", 1.2),
         ("b", 0, "plain", 1.0), ("b", 0, "lookup", 1.25),
     ]  # fmt: skip
+    more = on_tasks.timed([*rows, *run("b", {"plain": 9, "lookup": 9}, 0.8, tasks=45), *run("c", {"plain": 9}, 0, 2)])
+    drawn = on_tasks.of_the_picture(more)
+    assert {(row["workload"], row["temperature"]) for row in drawn} == {("M, 45 tasks", 0), ("M, 45 tasks", 0.8)}
+    assert on_tasks.of_the_picture(on_tasks.timed(rows[:4])) == []
 
 
 def test_a_cell_that_there_was_no_time_for_is_shown_until_it_is_measured() -> None:
