@@ -1,4 +1,4 @@
-"""Tables of drafters on tasks, for docs/results.md."""
+"""Tables of drafters on tasks: on a CPU for docs/results.md, on a GPU for perf/TABLES.md."""
 
 from __future__ import annotations
 

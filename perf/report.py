@@ -181,18 +181,18 @@ def sections(rows: Sequence[Row]) -> list[str]:
         ("Kernels of a step by kind, microseconds together (and how many)", by_kind(traces(rows)), KINDS),
         ("Starting up, and memory", started, START),
         ("The gate", gates(rows), GATE),
-        ("Drafters on tasks, with a real model", on_tasks.timed(rows), on_tasks.TIMED),
     )
 
 
 def long_sections(rows: Sequence[Row]) -> list[str]:
-    """Headings and tables of single kernels, and of the grid of k chosen while decoding."""
+    """Headings and tables of single kernels, of the grid of k chosen while decoding, and of drafters on tasks."""
     kernels = [_shaped(row) for row in rows if row.get("file") == "kernels" and row.get("us")]
     of = ("op", "shape", "rows", "gpu")
     last_kernels = list({tuple(row.get(key) for key in of): row for row in kernels}.values())
     return tables(
         ("Single kernels", last_kernels, KERNELS),
         ("k chosen while decoding, against fixed ones", grid(rows), AUTO),
+        ("Drafters on tasks, with a real model", on_tasks.timed(rows), on_tasks.TIMED),
     )
 
 
