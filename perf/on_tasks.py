@@ -41,7 +41,7 @@ def greedy(rows: Sequence[Row]) -> list[Row]:
     whole = [
         row | {"model": row["workload"].partition(",")[0], "kinds": ", ".join(sorted(kinds[run]))}
         for row in found
-        if row["kind"] == ALL and row["drafter"] != PLAIN and (run := (row["workload"], row["commit"])) in kinds
+        if row["kind"] == ALL and row["k"] and (run := (row["workload"], row["commit"])) in kinds
     ]
     return newest(whole, "tasks", "model", "kinds", "drafter", "k")
 

@@ -244,7 +244,7 @@ def pictures(rows: Sequence[Row], folder: Path, on_a_cpu: Sequence[Row] = ()) ->
     kernels = [row for row in rows if row.get("file") == "kernels" and row.get("operations")]
     with_peers, weights = _with_peers(rows), newest_of_pairs(rows)
     drafters = on_tasks.of_the_picture(on_tasks.timed(rows))
-    trained = on_cpu.newest(on_a_cpu, "grpo", "case", "k")
+    trained = on_tasks.newest(on_a_cpu, "grpo", "case", "k")
     drawn = (
         ("roofline", "Operations per second over operations per byte", plots.roofline(kernels, exact), exact,
          "Triangles are single products, circles whole steps. The line is the measured read rate, then the peak that "
