@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from perf import on_tasks
+from perf.on_tasks import Column, newest
 from perf.records import Row
 
 FILES = ("cpu", "tasks", "perplexity", "training")
 
-Column = tuple[str, str]  # key of a row, heading
 DECODING: tuple[Column, ...] = (
     ("workload", "model"), ("dtype", "dtype"), ("threads", "threads"), ("prompt", "prompt"),
     ("tok_cpu_s", "transformers plain, tok per CPU second"), ("transformers prompt lookup", "its lookup, times plain"),
@@ -16,27 +17,11 @@ DECODING: tuple[Column, ...] = (
     ("fastspec plain, exact=False", "exact=False"), ("fastspec lookup, k = 4", "lookup, k = 4"),
     ("fastspec lookup, auto", "lookup, auto"), ("fastspec draft, k = 4", "draft, k = 4"), ("commit", "commit"),
 )  # fmt: skip
-DRAFTERS: tuple[Column, ...] = (
-    ("workload", "model and tasks"), ("kinds", "kinds of tasks"), ("drafter", "drafter"), ("k", "k"),
-    ("tokens_per_step", "tokens/step"), ("tokens_per_step_95", "95% interval"), ("acceptance", "acceptance"),
-    ("text_equal", "texts equal"), ("commit", "commit"),
-)  # fmt: skip
 PERPLEXITY: tuple[Column, ...] = (
     ("workload", "model and text"), ("format", "format"), ("mib", "MiB"), ("perplexity", "perplexity"),
     ("over_stored", "nats over those as stored"), ("over_stored_95", "95% interval"), ("commit", "commit"),
 )  # fmt: skip
 Part = tuple[str, Sequence[Row], Sequence[Column]]
-
-
-def newest(rows: Sequence[Row], bench: str, *keys: str) -> list[Row]:
-    """The last row of a bench for every value of the keys, in the order of the last run."""
-    latest: dict[tuple[object, ...], Row] = {}
-    for row in rows:
-        if row.get("bench") == bench:
-            key = tuple(row.get(name) for name in keys)
-            latest.pop(key, None)
-            latest[key] = row
-    return list(latest.values())
 
 
 def by_workload(rows: Sequence[Row]) -> list[Row]:
@@ -51,25 +36,10 @@ def by_workload(rows: Sequence[Row]) -> list[Row]:
     return list(lines.values())
 
 
-def of_drafters(rows: Sequence[Row]) -> list[Row]:
-    """The newest greedy row over all tasks for each model, kinds of tasks, drafter and k."""
-    greedy = [row for row in rows if row.get("bench") == "tasks" and row["temperature"] == 0]
-    kinds: dict[tuple[str, str], dict[str, None]] = {}
-    for row in greedy:
-        if row["kind"] != "all":
-            kinds.setdefault((row["workload"], row["commit"]), {})[row["kind"]] = None
-    whole = [
-        row | {"model": row["workload"].partition(",")[0], "kinds": ", ".join(sorted(kinds[run]))}
-        for row in greedy
-        if row["kind"] == "all" and row["drafter"] != "plain" and (run := (row["workload"], row["commit"])) in kinds
-    ]
-    return newest(whole, "tasks", "model", "kinds", "drafter", "k")
-
-
 def parts(rows: Sequence[Row]) -> list[Part]:
     """Headings, rows and columns of the tables."""
     return [
         ("Decoding on a CPU, in multiples of transformers", by_workload(rows), DECODING),
-        ("Drafters on tasks, greedy, on a CPU", of_drafters(rows), DRAFTERS),
+        ("Drafters on tasks, greedy, on a CPU", on_tasks.greedy(rows), on_tasks.GREEDY),
         ("Perplexity by format", newest(rows, "perplexity", "workload", "format"), PERPLEXITY),
     ]

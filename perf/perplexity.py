@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fastspec import FastSpecGenerator
 from fastspec.kernels.common.rounding import FORMATS
+from fastspec.models.checkpoints.quantised.activations import beginning
 from fastspec.models.checkpoints.quantised.write import write_quantised
 from perf.experiment import compared, rated, say
 from perf.records import ROOT, Row
@@ -49,12 +50,14 @@ def docstrings(characters: int) -> str:
 
 
 def windows_of(generator: FastSpecGenerator, count: int) -> list[list[int]]:
-    """Windows of the documents, spread evenly."""
+    """Windows of the documents, spread evenly. Each begins with the ids that texts of the model begin with."""
     files = sorted((ROOT / "docs" / "guides").glob("*.md"))
     text = "\n\n".join(path.read_text(encoding="utf-8") for path in files)
-    ids: list[int] = generator.tokenizer(text)["input_ids"]
-    starts = [index * (len(ids) - WINDOW) // count for index in range(count)]
-    return [ids[start : start + WINDOW] for start in starts]
+    ids: list[int] = generator.tokenizer(text, add_special_tokens=False)["input_ids"]
+    begin = beginning(generator.tokenizer)
+    taken = WINDOW - len(begin)
+    starts = [index * (len(ids) - taken) // count for index in range(count)]
+    return [begin + ids[start : start + taken] for start in starts]
 
 
 def losses(source: Path, given: argparse.Namespace) -> list[float]:

@@ -275,6 +275,37 @@ def beside(rows: Sequence[Row]) -> Callable[[Axes], bool]:
     return draw
 
 
+def of_drafters(rows: Sequence[Row]) -> Callable[[Axes], bool]:
+    """Tokens per second of a real model by drafter, greedy and sampled, with tokens per step.
+
+    Rows have `drafter`, `k`, `temperature`, `tok_s`, `tok_s_95` and `tokens_per_step`.
+    """
+
+    def draw(axes: Axes) -> bool:
+        greedy = [row for row in rows if row["temperature"] == 0]
+        names = [row["drafter"] for row in sorted(greedy, key=lambda row: float(row["tok_s"]))]
+        if not names:
+            return False
+        heats = sorted({row["temperature"] for row in rows})
+        for index, heat in enumerate(heats):
+            found = {row["drafter"]: row for row in rows if row["temperature"] == heat}
+            listed = [(place, found[name]) for place, name in enumerate(names) if name in found]
+            places, rates = [place - 0.4 * index for place, _ in listed], [row["tok_s"] for _, row in listed]
+            sides = [[abs(row["tok_s"] - row["tok_s_95"][side]) for _, row in listed] for side in (0, 1)]
+            label = f"temperature {heat:g}" if heat else "greedy"
+            bars = axes.barh(places, rates, 0.38, xerr=sides, color=COLOURS[index], label=label, ecolor="#57606a")
+            axes.bar_label(bars, [f"{row['tokens_per_step']:.2f}" for _, row in listed], padding=4)
+        axes.set_yticks([place - 0.2 * (len(heats) - 1) for place in range(len(names))], names)
+        axes.grid(visible=False, axis="y")
+        axes.set_xlim(0, 1.15 * max(float(row["tok_s_95"][1]) for row in rows))
+        axes.set_xlabel(f"tokens per second ({rows[0].get('gpu')})")
+        axes.legend(loc="upper center", bbox_to_anchor=(0.4, -0.14), ncols=2)
+        axes.set_title(str(rows[0]["workload"]).partition(", up to")[0], loc="left")
+        return True
+
+    return draw
+
+
 def _engine_name(row: Row) -> str:
     """The engine, with its drafts per step where it makes any."""
     drafts = f", k = {row['k']}" if row["k"] else ""

@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from perf import anatomy, gate, on_cpu, records
+from perf import anatomy, gate, on_cpu, on_tasks, records
 from perf.cases import Case
 from perf.records import DIRTY, ROOT, Row
 from perf.workloads import ACCEPTED
 
 DOCUMENT, RESULTS, TABLES = ROOT / "docs" / "performance.md", ROOT / "docs" / "results.md", ROOT / "perf" / "TABLES.md"
 BEGIN, END = "<!-- written by `python -m perf report` -->", "<!-- end of what it writes -->"
-FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto", "quantised")
+FILES = ("peers", "e2e", "suite", "kernels", "gate", "auto", "quantised", "tasks")
 OURS = "fastspec"
 MAIN = "8b+1b"  # the workload of the pictures that show one
 PEERS_CASE, PEERS_K = f"{MAIN}, batch 1, prompt 128, greedy", 4  # the one picture of the README
@@ -185,13 +185,14 @@ def sections(rows: Sequence[Row]) -> list[str]:
 
 
 def long_sections(rows: Sequence[Row]) -> list[str]:
-    """Headings and tables of single kernels, and of the grid of k chosen while decoding."""
+    """Headings and tables of single kernels, of the grid of k chosen while decoding, and of drafters on tasks."""
     kernels = [_shaped(row) for row in rows if row.get("file") == "kernels" and row.get("us")]
     of = ("op", "shape", "rows", "gpu")
     last_kernels = list({tuple(row.get(key) for key in of): row for row in kernels}.values())
     return tables(
         ("Single kernels", last_kernels, KERNELS),
         ("k chosen while decoding, against fixed ones", grid(rows), AUTO),
+        ("Drafters on tasks, with a real model", on_tasks.timed(rows), on_tasks.TIMED),
     )
 
 
@@ -242,7 +243,8 @@ def pictures(rows: Sequence[Row], folder: Path, on_a_cpu: Sequence[Row] = ()) ->
     steps = ([row for row in traces(rows) if row["k"]] or traces(rows))[:1]
     kernels = [row for row in rows if row.get("file") == "kernels" and row.get("operations")]
     with_peers, weights = _with_peers(rows), newest_of_pairs(rows)
-    trained = on_cpu.newest(on_a_cpu, "grpo", "case", "k")
+    drafters = on_tasks.of_the_picture(on_tasks.timed(rows))
+    trained = on_tasks.newest(on_a_cpu, "grpo", "case", "k")
     drawn = (
         ("roofline", "Operations per second over operations per byte", plots.roofline(kernels, exact), exact,
          "Triangles are single products, circles whole steps. The line is the measured read rate, then the peak that "
@@ -251,6 +253,9 @@ def pictures(rows: Sequence[Row], folder: Path, on_a_cpu: Sequence[Row] = ()) ->
          "A line is a pass of the model, a bar a kernel. Draft passes come first, then the target's scoring pass."),
         ("tokens_over_k", "Tokens per second over drafts per step", plots.rate_over_k(usual), usual,
          "Greedy, prompts of 128 tokens. Bars are 95% intervals over prompts."),
+        ("tasks", "Tokens per second of a real model by drafter", plots.of_drafters(drafters), drafters,
+         "Real text, one prompt at a time, at most four drafts a step. Numbers are tokens per step, thin bars 95% "
+         "intervals over tasks."),
         ("peers", "Tokens per second beside other engines", plots.beside(with_peers), with_peers,
          "The same weights and prompts, one prompt at a time. Measured on different days."),
         ("gain_over_acceptance", "Speed-up over acceptance", plots.gain_over_acceptance(main), main,

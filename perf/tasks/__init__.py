@@ -23,8 +23,7 @@ import torch
 from fastspec import FastSpecGenerator, NGram, Suffix
 from perf.experiment import Arm, Call, Experiment, generate, law, rated, same_text, say, step_sums, token_sums
 from perf.records import Row
-from perf.tasks.peer import LOOKUP as PROMPT_LOOKUP
-from perf.tasks.peer import NAMES, peer_calls
+from perf.tasks.peer import ASSISTANT, DRAFTING, LLAMA_CPP, NAMES, peer_calls
 
 FILE = Path(__file__).with_name("tasks.jsonl")
 PLAIN, ALL = "plain", "all"
@@ -139,7 +138,14 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8], help="0: greedy")
     made.add_argument("--batch", type=int, default=1, help="tasks of one kind that a call decodes together")
     made.add_argument("--after-lookup", action="store_true", help="each head after lookup as well")
-    made.add_argument("--peers", nargs="+", default=[], choices=NAMES, help="peers, greedy; need --batch 1")
+    made.add_argument(
+        "--peers",
+        nargs="+",
+        default=[],
+        choices=NAMES,
+        help="peers, greedy; need --batch 1. The assistant is --draft, or the target a second time",
+    )
+    made.add_argument("--gguf", type=Path, help="the target's GGUF file, for the peer llama.cpp")
     made.add_argument("--kinds", nargs="+", help="kinds of tasks; default: all")
 
 
@@ -172,6 +178,8 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
         )
     if given.peers and given.batch > 1:
         raise SystemExit(f"--peers needs --batch 1, got --batch {given.batch}: peers decode one prompt at a time")
+    if LLAMA_CPP in given.peers and given.gguf is None:
+        raise SystemExit("--peers llama.cpp needs --gguf FILE, the file of the same model, and the package cyllama")
     on_cpu = torch.device(given.device).type == "cpu"
     clock, words = (time.process_time, "processor time") if on_cpu else (time.perf_counter, "wall")
     with ExitStack() as stack:
@@ -191,17 +199,26 @@ def command_tasks(given: argparse.Namespace) -> Iterator[list[Row]]:
                 for number in {0, longest}:  # warm
                     measure(arm, number)
             calls = Experiment(arms, measure, len(prompts)).run(say)
+            workload = f"{given.name}, {len(tasks)} tasks, up to {given.new} new tokens, batch {given.batch}"
+            shared = {"workload": workload, "seconds_of": words}
+            plain = calls[f"{PLAIN} 0"]
+            yield [
+                {**row, **shared}
+                for name, found in calls.items()
+                for row in rows_of(name, temperature, kinds, found, plain)
+            ]
             if temperature == 0:
                 ends = next(iter(arms.values())).generator.tokenizer.eos_token_id
-                kept = {"dtype": given.dtype, "device": given.device, "eos_token_id": ends, "clock": clock}
-                kept["length"] = given.max_length
-                for peer in given.peers:
-                    for k in given.k if peer == PROMPT_LOOKUP else (0,):
-                        say(f"{NAMES[peer]}, k = {k}")
-                        calls[f"{NAMES[peer]} {k}"] = peer_calls(peer, given.target, prompts, k, given.new, **kept)
-            workload = f"{given.name}, {len(tasks)} tasks, up to {given.new} new tokens, batch {given.batch}"
-            yield [
-                {**row, "workload": workload, "seconds_of": words}
-                for name, found in calls.items()
-                for row in rows_of(name, temperature, kinds, found, calls[f"{PLAIN} 0"])
-            ]
+                for name, found in beside(given, prompts, eos_token_id=ends, clock=clock):
+                    yield [{**row, **shared} for row in rows_of(name, 0, kinds, found, plain)]
+
+
+def beside(given: argparse.Namespace, prompts: list[list[list[int]]], **how: Any) -> Iterator[tuple[str, list[Call]]]:
+    """Yields "peer k" and its calls, as soon as they are there."""
+    how |= {"dtype": given.dtype, "device": given.device, "length": given.max_length, "assistant": given.draft}
+    how["gguf"] = given.gguf
+    for peer in given.peers:
+        name = NAMES[peer] + (", itself" if peer == ASSISTANT and given.draft is None else "")
+        for k in given.k if peer in DRAFTING else (0,):
+            say(f"{name}, k = {k}")
+            yield f"{name} {k}", peer_calls(peer, given.target, prompts, k, given.new, **how)

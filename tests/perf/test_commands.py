@@ -317,15 +317,18 @@ def test_tasks_are_counted_by_kind(tmp_path: Path) -> None:
     )
     options = ("--target", str(demo_pair()[0]), "--draft", str(demo_pair()[1]), "--name", "shipped", "--k", "2")
     options += ("--dtype", "float32")
-    more = ("--each", "2", "--new", "8", "--peers", "lookup", "plain", "compiled")
+    more = ("--each", "2", "--new", "8", "--peers", "lookup", "assistant", "plain", "compiled")
     rows = run_cli(tmp_path, "tasks", *options, "--kinds", "chat", *more)
     drafters = [(row["drafter"], row["k"]) for row in rows if row["kind"] == "all"]
     ours = [("plain", 0), ("lookup", 2), ("suffix", 2), ("draft model", 2)]
-    peers = [("transformers' prompt lookup", 2), ("transformers", 0), ("torch.compile, static K/V", 0)]
+    alone = [("transformers", 0), ("torch.compile, static K/V", 0)]
+    peers = [("transformers' prompt lookup", 2), ("transformers' assistant", 2), *alone]
     assert drafters == [*ours, *peers, *ours]
     exact = [row for row in rows if row["temperature"] == 0]  # in fp32 the peers' text is ours
     assert all(row["text_equal"] == "2 of 2" for row in exact)
     assert all(row["tokens_per_step"] == 1 for row in rows if row["drafter"] == "plain")
+    steps = {row["drafter"]: row["tokens_per_step"] for row in exact if row["kind"] == "all"}
+    assert steps["transformers' assistant"] > 1.5, "drafts of a model are accepted"
     fewer = ("--lookups", "suffix", "--temperatures", "0.5", "--kinds", "story", "--each", "1", "--new", "4")
     rows = run_cli(tmp_path, "tasks", *options, *fewer)[len(rows) :]
     assert [(row["drafter"], row["temperature"]) for row in rows if row["kind"] == "all"] == [

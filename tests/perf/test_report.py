@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from perf import __main__ as cli
-from perf import gate, on_cpu, plots, records, report
+from perf import gate, on_tasks, plots, records, report
 from perf.cases import tokens_per_step
 from perf.records import Row
 from perf.report import BEGIN, END
@@ -234,8 +234,34 @@ def test_a_later_run_over_the_same_kinds_of_tasks_takes_the_place_of_an_earlier_
         *run(5, "d", ("quote",), "lookup"),
         *run(8, "e", ("chat", "copy"), "suffix"),
     ]
-    shown = [(row["commit"], row["kinds"], row["drafter"]) for row in on_cpu.of_drafters(rows)]
+    shown = [(row["commit"], row["kinds"], row["drafter"]) for row in on_tasks.greedy(rows)]
     assert shown == [("b", "chat, copy", "lookup"), ("d", "quote", "lookup"), ("e", "chat, copy", "suffix")]
+
+
+def test_a_timed_run_of_tasks_is_shown_whole_beside_its_own_plain_decoding() -> None:
+    def run(commit: str, speeds: dict[str, float], temperature: float, tasks: int = 9) -> list[Row]:
+        base = {"bench": "tasks", "workload": f"M, {tasks} tasks", "commit": commit, "temperature": temperature}
+        return [
+            {**base, "drafter": name, "k": 4, "kind": kind, "tok_s": speed}
+            for name, speed in speeds.items()
+            for kind in ("all", "chat")
+        ]
+
+    rows = [
+        *run("a", {"plain": 10, "lookup": 15, "suffix": 14}, 0),
+        *run("b", {"plain": 20, "lookup": 50}, 0),
+        *run("a", {"plain": 10, "lookup": 12}, 0.8),
+        *run("b", {"plain": 8, "lookup": 10}, 0, tasks=45),
+    ]
+    shown = [(row["commit"], row["temperature"], row["drafter"], row["over_plain"]) for row in on_tasks.timed(rows)]
+    assert shown == [
+        ("b", 0, "plain", 1.0), ("b", 0, "lookup", 2.5), ("a", 0.8, "plain", 1.0), ("a", 0.8, "lookup", 1.2),
+        ("b", 0, "plain", 1.0), ("b", 0, "lookup", 1.25),
+    ]  # fmt: skip
+    more = on_tasks.timed([*rows, *run("b", {"plain": 9, "lookup": 9}, 0.8, tasks=45), *run("c", {"plain": 9}, 0, 2)])
+    drawn = on_tasks.of_the_picture(more)
+    assert {(row["workload"], row["temperature"]) for row in drawn} == {("M, 45 tasks", 0), ("M, 45 tasks", 0.8)}
+    assert on_tasks.of_the_picture(on_tasks.timed(rows[:4])) == []
 
 
 def test_a_cell_that_there_was_no_time_for_is_shown_until_it_is_measured() -> None:

@@ -5,7 +5,7 @@ transformers' model runs over the text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,12 @@ WINDOW, WINDOWS = 256, 128  # tokens in a window of the text, and most windows t
 _LEAST = 8  # least number of windows; the moments of fewer may differ much from those of other texts
 
 
+def beginning(tokenizer: Any) -> list[int]:
+    """Ids that a tokenizer puts before every text, such as a BOS token: many models are lost without it."""
+    whole, alone = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (True, False))
+    return whole[: whole.index(alone[0])]
+
+
 class Activations:
     """Model of transformers, and the calibration text on which the inputs of its linear layers are measured.
 
@@ -25,21 +31,25 @@ class Activations:
         directory: local files of the model.
         tokens: token ids of the text.
         device: device of the model and of the moments.
+        begin: ids that each window begins with, those of `beginning`.
 
     Raises:
         UnsupportedOption: the text is too short, or transformers has no causal model of this type.
     """
 
-    def __init__(self, directory: Path, tokens: list[int], device: torch.device) -> None:
-        whole = len(tokens) // WINDOW
+    def __init__(self, directory: Path, tokens: list[int], device: torch.device, begin: Sequence[int] = ()) -> None:
+        taken = WINDOW - len(begin)
+        whole = len(tokens) // taken
         if whole < _LEAST:
             raise UnsupportedOption(
-                f"the calibration text has {len(tokens)} tokens, wanted at least {_LEAST * WINDOW}; give a longer one"
+                f"the calibration text has {len(tokens)} tokens, wanted at least {_LEAST * taken}; give a longer one"
             )
         from transformers import AutoModelForCausalLM
 
-        self._windows = torch.tensor(tokens[: whole * WINDOW], device=device).view(whole, WINDOW)
-        self._windows = self._windows[:: -(-whole // WINDOWS)]  # spread over the whole text
+        windows = torch.tensor(tokens[: whole * taken], device=device).view(whole, taken)
+        windows = windows[:: -(-whole // WINDOWS)]  # spread over the whole text
+        first = torch.tensor([*begin], dtype=windows.dtype, device=device).expand(len(windows), -1)
+        self._windows = torch.cat((first, windows), 1)
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
         except (ValueError, OSError) as error:

@@ -32,7 +32,7 @@ from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.generation import CONFIG
 from fastspec.models.checkpoints.parameter_names import parameter
-from fastspec.models.checkpoints.quantised.activations import Activations
+from fastspec.models.checkpoints.quantised.activations import Activations, beginning
 from fastspec.models.checkpoints.quantised.feedback import rounded_with_feedback
 from fastspec.models.checkpoints.quantised.tensors import WEIGHT
 from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
@@ -124,7 +124,7 @@ class _Measured:
                 f"{checkpoint.name} has no tokenizer, which a calibration text needs; add its files"
             )
         ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-        self._activations = Activations(checkpoint.directory, list(ids), device)
+        self._activations = Activations(checkpoint.directory, list(ids), device, beginning(tokenizer))
         self._moments: dict[str, Tensor] = {}
         self.missed: list[str] = []
 

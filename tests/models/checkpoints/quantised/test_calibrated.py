@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -79,6 +80,32 @@ def test_moments_are_those_of_the_model_s_own_inputs(short_windows: None) -> Non
     torch.testing.assert_close(found["model.layers.0.self_attn.q_proj"], wanted, rtol=1e-4, atol=1e-3)  # order of sums
     assert found["model.layers.0.self_attn.v_proj"] is found["model.layers.0.self_attn.q_proj"]
     assert "model.layers.9.mlp.up_proj" not in found, "there is no such layer"
+
+
+def with_bos(folder: Path) -> None:
+    """Lets the tokenizer of a folder put "z" before every text, as others put a BOS token."""
+    backend = AutoTokenizer.from_pretrained(folder).backend_tokenizer
+    first = ("z", backend.token_to_id("z"))
+    backend.post_processor = TemplateProcessing(single="z $A", special_tokens=[first])
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def test_every_window_begins_as_the_model_s_texts_do(
+    short_windows: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(TARGET, source)
+    assert activations.beginning(AutoTokenizer.from_pretrained(source)) == []
+    with_bos(source)
+    tokenizer, seen = AutoTokenizer.from_pretrained(source), list[Tensor]()
+    begin = activations.beginning(tokenizer)
+    assert begin == tokenizer("z", add_special_tokens=False)["input_ids"]
+    monkeypatch.setattr(activations.Activations, "moments", lambda self, _: seen.append(self._windows) or {})
+    write_quantised(str(source), tmp_path / "q", "int4", calibration=TEXT)
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert seen[0].shape[1] == 32
+    assert seen[0][:, :1].unique().tolist() == begin
+    assert seen[0][0, 1:].tolist() == ids[:31], "the text goes on from window to window"
 
 
 def test_a_calibrated_checkpoint_loads_and_is_nearer_where_it_matters(short_windows: None, tmp_path: Path) -> None:
