@@ -137,10 +137,25 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 def launcher_of(job: bytes) -> str:
     """Returns a key that identifies the launcher of a job's kernel: the host function by which Triton launches it.
 
-    Kernels with the same argument types share one launcher, and have the same key.
+    Kernels with the same argument types share one launcher, and have the same key. Types of elements do not matter.
     """
     _, _, signature, *_ = json.loads(job)
-    return json.dumps([kind for _, kind in signature["dict"]])
+    return json.dumps([_without_elements(kind) for _, kind in signature["dict"]])
+
+
+def _without_elements(kind: Any) -> Any:
+    """Returns the type of an argument without the types of the elements that pointers and TMA descriptors point to.
+
+    Of a TMA descriptor's blocks only the number of axes remains: the launcher gets a size and a stride for each.
+    """
+    if isinstance(kind, list):
+        return [_without_elements(each) for each in kind]
+    if isinstance(kind, dict):
+        return {name: _without_elements(each) for name, each in kind.items()}
+    if isinstance(kind, str) and kind.startswith("tensordesc"):
+        block = kind[kind.index("[") : kind.index("]")]
+        return f"tensordesc of {block.count(',') + 1}"
+    return "*" if isinstance(kind, str) and kind.startswith("*") else kind
 
 
 def serve(kernels: str, cache: str, ends: list[int]) -> None:
