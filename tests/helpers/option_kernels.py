@@ -2,7 +2,7 @@
 
 Usage: python -m tests.helpers.option_kernels 90 4             the architecture, and drafts of a step
        python -m tests.helpers.option_kernels 90 4 FULL        without the steps of the list that sample
-       python -m tests.helpers.option_kernels 90 4 early       sampled calls of one prompt, against greedy and early steps
+       python -m tests.helpers.option_kernels 90 4 early       sampled calls, against greedy and early steps
 """
 
 from __future__ import annotations

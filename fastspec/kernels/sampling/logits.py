@@ -51,7 +51,8 @@ NO_UNIT = tl.constexpr(2.0**-44)
 
 # fields of a line's record: int32
 RECORD = 16
-MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, NUM_LISTED, CARRIED = map(tl.constexpr, range(12))
+MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, NUM_LISTED = map(tl.constexpr, range(11))
+CARRIED = tl.constexpr(11)  # c of block verification (sampled_commit.py), stored by the third launch
 SEARCHED, KNOWN, GREEDY, INVALID = map(tl.constexpr, range(4))  # kinds of a line; SEARCHED becomes KNOWN later
 # fields of a line's counters: int64, zero between launches
 COUNTERS = 8
