@@ -23,6 +23,9 @@ from typing import Any, Final
 
 from fastspec.kernels.common.without_torch import leave_out_torch
 
+EARLY_PART: Final = 3  # one in three processes is forked early, and compiles the kernels of `Behind.begin_early`
+# modules with the kernels of sampled steps, which take longest to compile
+_SAMPLED: Final = ("fastspec.kernels.sampling.draw", "fastspec.kernels.sampling.sampled_commit")
 _ROOTS: Final = ("fastspec", "triton")
 _NO_LAUNCHER: Final = (
     *(AssertionError, AttributeError, ImportError, OSError, RuntimeError),
@@ -162,7 +165,8 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
     """Forks one process per pipe. A process compiles the jobs from its pipe until the pipe closes. Waits for all.
 
     Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files (hundreds of
-    MB), because the file names in Triton's disk cache depend on this hash.
+    MB), because the file names in Triton's disk cache depend on this hash. One in EARLY_PART processes is forked when
+    the kernels of sampled steps are imported. It imports what else its jobs need itself.
 
     Args:
         kernels: name of the module that imports all kernels.
@@ -175,7 +179,8 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
 
     hashing = threading.Thread(target=triton_key)
     hashing.start()
-    import_module(kernels)
+    for module in _SAMPLED:
+        import_module(module)
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import library_dirs
 
@@ -183,18 +188,26 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
     triton.knobs.cache.dir = cache
     hashing.join()
     gc.disable()  # these processes do not live long
-    gc.freeze()
+    early = len(ends) // EARLY_PART
+    _fork(ends[:early], ends)
+    import_module(kernels)
+    _fork(ends[early:], ends)
     for end in ends:
+        os.close(end)
+    for _ in ends:
+        os.wait()
+
+
+def _fork(own: list[int], ends: list[int]) -> None:
+    """Forks a process for each pipe in `own`, which compiles the jobs from that pipe. `ends` are the ends of all."""
+    gc.freeze()
+    for end in own:
         if os.fork() == 0:
             for other in ends:
                 if other != end:
                     os.close(other)
             _work(Connection(end))
             os._exit(0)
-    for end in ends:
-        os.close(end)
-    for _ in ends:
-        os.wait()
 
 
 def _work(asked: Connection) -> None:

@@ -23,10 +23,9 @@ from multiprocessing.connection import wait as first_of
 from pathlib import Path
 from typing import Any, Final
 
-from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
+from fastspec.kernels.common.compile_jobs import EARLY_PART, NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
-EARLY_PART: Final = 3  # one in three processes compiles the kernels of `Behind.begin_early`
 # kernels of sampled steps that take longest to compile, longest first (perf/results/compile.jsonl)
 SLOWEST: Final = ("_distribution_kernel", "_end_kernel", "_draw_kernel")
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles

@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.common import compilers as module
-from fastspec.kernels.common.compile_jobs import NotSendable
-from fastspec.kernels.common.compilers import EARLY_PART, SLOWEST, Behind, Compilers
+from fastspec.kernels.common.compile_jobs import EARLY_PART, NotSendable
+from fastspec.kernels.common.compilers import SLOWEST, Behind, Compilers
 from fastspec.kernels.sampling import distribution, draw, sampled_commit
 from fastspec.kernels.select import KERNELS
 from tests.helpers.modules import module_output

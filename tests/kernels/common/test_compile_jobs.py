@@ -64,6 +64,22 @@ def test_the_launcher_of_tma_descriptors_waits_for_the_kernel(kinds: list[Any], 
     assert done == ["kernel", ("launcher", META)]
 
 
+def test_a_third_of_the_processes_is_forked_before_all_kernels_are_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    monkeypatch.setattr(compile_jobs, "leave_out_torch", lambda: None)
+    monkeypatch.setattr(compile_jobs, "import_module", order.append)
+    monkeypatch.setattr(compile_jobs, "gc", SimpleNamespace(disable=lambda: None, freeze=lambda: None))
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", lambda: order.insert(0, "hashed"))
+    monkeypatch.setattr(triton.knobs.cache, "dir", "")
+    ended = SimpleNamespace(
+        fork=lambda: order.append("fork") or 1, close=lambda end: None, wait=lambda: order.append("wait")
+    )
+    monkeypatch.setattr(compile_jobs, "os", ended)
+    compile_jobs.serve("all kernels", "", list(range(7)))
+    sampled = list(compile_jobs._SAMPLED)
+    assert order == ["hashed", *sampled, *["fork"] * 2, "all kernels", *["fork"] * 5, *["wait"] * 7]
+
+
 def test_kernels_that_differ_in_elements_share_a_launcher() -> None:
     first = job("*fp32", {"tuple": ["*i32", "i32"]}, "tensordesc<fp16[64, 64],NVMMASharedLayout(a=[1, 0])>")
     alike = job("*bf16", {"tuple": ["*u8", "i32"]}, "tensordesc<bf16[8, 32],NVMMASharedLayout(a=[0, 1])>")
