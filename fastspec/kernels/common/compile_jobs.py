@@ -23,8 +23,9 @@ from typing import Any, Final
 
 from fastspec.kernels.common.without_torch import leave_out_torch
 
-EARLY_PART: Final = 3  # one in three processes is forked early, and compiles the kernels of `Behind.begin_early`
-# modules with the kernels of sampled steps, which take longest to compile
+EARLY_PART: Final = 3  # one in three processes compiles the kernels of `Behind.begin_early`
+_FORKED_EARLY: Final = 2  # processes that begin before the others, with the two kernels that take longest to compile
+# modules with these kernels
 _SAMPLED: Final = ("fastspec.kernels.sampling.draw", "fastspec.kernels.sampling.sampled_commit")
 _ROOTS: Final = ("fastspec", "triton")
 _NO_LAUNCHER: Final = (
@@ -165,8 +166,8 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
     """Forks one process per pipe. A process compiles the jobs from its pipe until the pipe closes. Waits for all.
 
     Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files (hundreds of
-    MB), because the file names in Triton's disk cache depend on this hash. One in EARLY_PART processes is forked when
-    the kernels of sampled steps are imported. It imports what else its jobs need itself.
+    MB), because the file names in Triton's disk cache depend on this hash. Two processes are forked as soon
+    as the kernels of sampled steps are imported. They import what else their jobs need themselves.
 
     Args:
         kernels: name of the module that imports all kernels.
@@ -188,7 +189,7 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
     triton.knobs.cache.dir = cache
     hashing.join()
     gc.disable()  # these processes do not live long
-    early = len(ends) // EARLY_PART
+    early = min(_FORKED_EARLY, len(ends) // EARLY_PART)
     _fork(ends[:early], ends)
     import_module(kernels)
     _fork(ends[early:], ends)
