@@ -33,7 +33,7 @@ from fastspec.step import StepModules, step
 from fastspec.torch_settings import shielded, using_threads
 
 _SHORTEST_PROMPT = 2  # tokens of the shortest prompt that has a prefill pass
-_EARLY = 2  # number of steps whose kernels `Engine.compile` begins first
+EARLY = 2  # number of steps whose kernels `Engine.compile` begins first
 _MEANS = 3  # number of mean times that `Engine.timed` returns
 
 
@@ -167,7 +167,7 @@ class Engine:
         """
         ops, others = self.modules.ops, list(behind)
         with ops.compiling(compilers), self.idle(self.state.batch):
-            for rows, shape in others[:_EARLY]:  # the first step's kernels compile while the second is queued
+            for rows, shape in others[:EARLY]:  # the first step's kernels compile while the second is queued
                 with ops.compiling_behind(early=True) as uncached:
                     if uncached is not None:
                         self._body(rows, shape)()

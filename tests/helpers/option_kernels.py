@@ -2,6 +2,7 @@
 
 Usage: python -m tests.helpers.option_kernels 90 4             the architecture, and drafts of a step
        python -m tests.helpers.option_kernels 90 4 FULL        without the steps of the list that sample
+       python -m tests.helpers.option_kernels 90 4 early       sampled calls, against greedy and early steps
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import pytest
 import torch
 
 from fastspec import FastSpecGenerator
-from fastspec.engine import settings
-from fastspec.engine.engine import Engine
+from fastspec.engine import build, settings
+from fastspec.engine.engine import EARLY, Engine
 from fastspec.engine.warmup import steps_of_options
 from fastspec.kernels.triton_ops import TRITON_OPS
-from fastspec.shapes import FULL, GRAMMARS, GREEDY, StepShape
+from fastspec.shapes import FULL, GRAMMARS, GREEDY, LONG_PROMPT_CUDA, StepShape
 from tests.helpers import recorder
 from tests.helpers.checkpoints import make_checkpoint
 from tests.helpers.recorder import Calls
@@ -32,6 +33,7 @@ from tests.helpers.recorder import Calls
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 40_000}
 ROWS, LONGEST = 4, 20_000  # more than one kernel of attention serves
 LISTED, ASKED = "listed", "asked"
+EARLY_ALONE = "early"
 Steps = list[tuple[int, StepShape]]
 
 
@@ -62,13 +64,18 @@ def calls(k: int, left_out: str | None) -> Calls:
     """The steps that a constructor compiles, then those of calls."""
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "ops_for", lambda device: TRITON_OPS.replaced(name="torch"))
+        patch.setattr(build, "LONG_PROMPT", LONG_PROMPT_CUDA)
         engine, ks = made(directory, k), (0, k)
         choice: Any = SimpleNamespace(ks=ks)
         behind = [step for step in steps_of_options(engine, ROWS, choice) if step[1].sampler != left_out]
         greedy = engine.missing(ROWS, ks, GREEDY, None)
+        asked = of_calls(engine, ks)
+        if left_out == EARLY_ALONE:
+            behind, asked = behind[:EARLY], engine.missing(1, (k,), FULL, None)
+            assert any(shape.first_token for _, shape in asked)
         with engine.on_device():
             yield LISTED, lambda: engine.compile(greedy + behind, prompts=False)
-            for rows, shape in of_calls(engine, ks):
+            for rows, shape in asked:
                 yield f"{ASKED} {rows} {shape}", lambda one=(rows, shape): engine.compile([one], prompts=False)  # type: ignore[misc]
 
 

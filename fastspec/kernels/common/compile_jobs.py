@@ -23,6 +23,10 @@ from typing import Any, Final
 
 from fastspec.kernels.common.without_torch import leave_out_torch
 
+EARLY_PART: Final = 3  # one in three processes compiles the kernels of `Behind.begin_early`
+_FORKED_EARLY: Final = 2  # processes that begin before the others, with the two kernels that take longest to compile
+# modules with these kernels
+_SAMPLED: Final = ("fastspec.kernels.sampling.draw", "fastspec.kernels.sampling.sampled_commit")
 _ROOTS: Final = ("fastspec", "triton")
 _NO_LAUNCHER: Final = (
     *(AssertionError, AttributeError, ImportError, OSError, RuntimeError),
@@ -137,17 +141,33 @@ def _called(code: CodeType, scope: Mapping[str, Any]) -> Iterator[Any]:
 def launcher_of(job: bytes) -> str:
     """Returns a key that identifies the launcher of a job's kernel: the host function by which Triton launches it.
 
-    Kernels with the same argument types share one launcher, and have the same key.
+    Kernels with the same argument types share one launcher, and have the same key. Types of elements do not matter.
     """
     _, _, signature, *_ = json.loads(job)
-    return json.dumps([kind for _, kind in signature["dict"]])
+    return json.dumps([_without_elements(kind) for _, kind in signature["dict"]])
+
+
+def _without_elements(kind: Any) -> Any:
+    """Returns the type of an argument without the types of the elements that pointers and TMA descriptors point to.
+
+    Of a TMA descriptor's blocks only the number of axes remains: the launcher gets a size and a stride for each.
+    """
+    if isinstance(kind, list):
+        return [_without_elements(each) for each in kind]
+    if isinstance(kind, dict):
+        return {name: _without_elements(each) for name, each in kind.items()}
+    if isinstance(kind, str) and kind.startswith("tensordesc"):
+        block = kind[kind.index("[") : kind.index("]")]
+        return f"tensordesc of {block.count(',') + 1}"
+    return "*" if isinstance(kind, str) and kind.startswith("*") else kind
 
 
 def serve(kernels: str, cache: str, ends: list[int]) -> None:
     """Forks one process per pipe. A process compiles the jobs from its pipe until the pipe closes. Waits for all.
 
     Before it forks, it imports the modules with kernels, without torch. It also hashes Triton's own files (hundreds of
-    MB), because the file names in Triton's disk cache depend on this hash.
+    MB), because the file names in Triton's disk cache depend on this hash. Two processes are forked as soon
+    as the kernels of sampled steps are imported. They import what else their jobs need themselves.
 
     Args:
         kernels: name of the module that imports all kernels.
@@ -160,7 +180,8 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
 
     hashing = threading.Thread(target=triton_key)
     hashing.start()
-    import_module(kernels)
+    for module in _SAMPLED:
+        import_module(module)
     with suppress(*_NO_LAUNCHER):
         from triton.backends.nvidia.driver import library_dirs
 
@@ -168,18 +189,26 @@ def serve(kernels: str, cache: str, ends: list[int]) -> None:
     triton.knobs.cache.dir = cache
     hashing.join()
     gc.disable()  # these processes do not live long
-    gc.freeze()
+    early = min(_FORKED_EARLY, len(ends) // EARLY_PART)
+    _fork(ends[:early], ends)
+    import_module(kernels)
+    _fork(ends[early:], ends)
     for end in ends:
+        os.close(end)
+    for _ in ends:
+        os.wait()
+
+
+def _fork(own: list[int], ends: list[int]) -> None:
+    """Forks a process for each pipe in `own`, which compiles the jobs from that pipe. `ends` are the ends of all."""
+    gc.freeze()
+    for end in own:
         if os.fork() == 0:
             for other in ends:
                 if other != end:
                     os.close(other)
             _work(Connection(end))
             os._exit(0)
-    for end in ends:
-        os.close(end)
-    for _ in ends:
-        os.wait()
 
 
 def _work(asked: Connection) -> None:

@@ -23,10 +23,9 @@ from multiprocessing.connection import wait as first_of
 from pathlib import Path
 from typing import Any, Final
 
-from fastspec.kernels.common.compile_jobs import NotSendable, is_cached, job_of, launcher_of
+from fastspec.kernels.common.compile_jobs import EARLY_PART, NotSendable, is_cached, job_of, launcher_of
 
 HERE: Final = 2  # number of kernels that this process compiles at a time; with more, threads would wait for each other
-EARLY_PART: Final = 3  # one in three processes compiles the kernels of `Behind.begin_early`
 # kernels of sampled steps that take longest to compile, longest first (perf/results/compile.jsonl)
 SLOWEST: Final = ("_distribution_kernel", "_end_kernel", "_draw_kernel")
 LOOK: Final = 0.01  # seconds between two checks for a kernel that another process compiles
@@ -109,8 +108,9 @@ class Behind(Executor):
     """Executor for Triton's compiler that compiles kernels in the background, in the processes of `Compilers`.
 
     Kernels started by `begin_early` are compiled at the same time as the kernels of `Compilers.submit`. Kernels started
-    by `begin` are compiled after these. The threads of this executor only wait for the processes. They are daemons: the
-    end of the program does not wait for them.
+    by `begin` are compiled after all these, so that they take no time of cores from them. A kernel that a launch needs
+    does not wait for others. The threads of this executor only wait for the processes. They are daemons: the end of the
+    program does not wait for them.
 
     Args:
         ask: function that has a process compile a job, and returns when it is compiled. Its arguments are the job, and
@@ -126,10 +126,12 @@ class Behind(Executor):
     def __init__(self, ask: Callable[[bytes, bool], None], count: int, rank: int = 0, ranks: int = 1) -> None:
         self._ask, self._count, self._rank, self._ranks = ask, count, rank, ranks
         self.uncached = 0
-        self._changing = threading.Lock()
+        self._changing = threading.Condition()
         self._submitted: list[tuple[KernelBehind, bytes]] = []
         self._waiting: list[tuple[KernelBehind, bytes]] = []
         self._early = set[KernelBehind]()
+        self._first_compiled = set[KernelBehind]()  # of `begin_early` and not compiled yet: the others wait for these
+        self._needed = set[KernelBehind]()  # kernels that launches wait for
         self._running = 0  # threads that have not ended
         self._at_end: Callable[[], None] = lambda: None
 
@@ -157,7 +159,10 @@ class Behind(Executor):
         The kernels of SLOWEST come first, because the first sampled call waits for the one that ends last.
         """
         self._submitted.sort(key=lambda each: _place(each[0].name))
-        self._early.update(kernel for kernel, _ in self._submitted)
+        early = {kernel for kernel, _ in self._submitted}
+        self._early |= early
+        with self._changing:
+            self._first_compiled |= early
         self._begin(self._count // EARLY_PART)
 
     def begin(self) -> None:
@@ -179,6 +184,8 @@ class Behind(Executor):
         """Drops the kernels that no process has begun to compile. Launches that need these kernels compile them."""
         with self._changing:
             dropped, self._waiting = self._waiting, []
+            self._first_compiled -= {kernel for kernel, _ in dropped}
+            self._changing.notify_all()
         for kernel, _ in dropped:
             kernel.set_result(None)
 
@@ -193,7 +200,9 @@ class Behind(Executor):
 
     def _first(self, kernel: KernelBehind) -> None:
         with self._changing:
+            self._needed.add(kernel)
             self._waiting.sort(key=lambda each: each[0] is not kernel)
+            self._changing.notify_all()
 
     def _work(self) -> None:
         while (found := self._next()) is not None:
@@ -202,13 +211,24 @@ class Behind(Executor):
                 self._ask(job, kernel in self._early)
             finally:
                 kernel.set_result(None)
+                with self._changing:
+                    self._first_compiled.discard(kernel)
+                    self._changing.notify_all()
+
+    def _may_begin(self) -> bool:
+        """True if the first kernel of the queue does not wait for others, and if the queue is empty."""
+        if not self._waiting or not self._first_compiled:
+            return True
+        kernel = self._waiting[0][0]
+        return kernel in self._early or kernel in self._needed
 
     def _next(self) -> tuple[KernelBehind, bytes] | None:
-        """Takes the next kernel and its job from the queue. Returns None if the queue is empty.
+        """Waits until a kernel may begin, and takes it and its job from the queue. Returns None if the queue is empty.
 
         After None the calling thread must end, because it is counted as ended.
         """
         with self._changing:
+            self._changing.wait_for(self._may_begin)
             if self._waiting:
                 return self._waiting.pop(0)
             self._running -= 1

@@ -137,6 +137,7 @@ def _groups_kernel(
     recorded,  # RecordRows of logprobs.py
     places,
     first,
+    ragged,  # 1: positions after a row's last valid draft token are skipped
     parts,  # number of CTAs among which a row's positions are split
     top,
     state_places,  # K + 1
@@ -154,9 +155,8 @@ def _groups_kernel(
     row, part = tl.program_id(1) // parts, tl.program_id(1) % parts
     # loaded before any branch, also for rows that do not run, so that the loads overlap
     running = tl.load(source.finish + row) == RUNNING
-    end = places
-    if source.counts is not None:
-        end = tl.minimum(places, tl.load(source.counts + row).to(tl.int32) + 1 - first)
+    counts = tl.load(source.counts + row).to(tl.int32)
+    end = tl.where(ragged != 0, tl.minimum(places, counts + 1 - first), places)
     # with top-k the next launch sums the mass of the kept ids: masses of groups are not needed
     top_k = tl.load(source.top_k + row)
     weighs = (tl.load(source.temperature + row) > 0) & ((top_k <= 0) | (top_k >= source.vocab))
@@ -331,18 +331,18 @@ def _store_distribution(record_ptr, dist, upper, guessed, num_listed):
 
 
 @triton.jit
-def _draft_at(draft, logits_ptr, bias_ptr, q_ptr):
+def _draft_at(draft, logits_ptr, bias_ptr, q_ptr, drawn):
     """Loads the logit, the logit bias and the draft model's probability of a draft token, each fp32 [16].
 
-    `draft` is int32 [16] with 16 copies of the draft token, or of -1 if there is none. If q_ptr is None, the
-    probability is 1.
+    `draft` is int32 [16] with 16 copies of the draft token, or of -1 if there is none. If q_ptr is None or `drawn` is
+    0, the probability is 1.
     """
     known = draft >= 0
     x = tl.load(logits_ptr + draft, mask=known, other=-float("inf"))
     bias = tl.load(bias_ptr + draft, mask=known, other=0.0)
     q = tl.full(draft.shape, 1.0, tl.float32)
     if q_ptr is not None:
-        q = tl.load(q_ptr + draft, mask=known, other=0.0)
+        q = tl.where(drawn != 0, tl.load(q_ptr + draft, mask=known & (drawn != 0), other=0.0), q)
     return x, bias, q
 
 
@@ -360,13 +360,15 @@ def _weigh_draft(source, draft, read, dist, record_ptr, min_p, STOPS: tl.constex
     tl.store(record_ptr + Q_DRAFT, tl.max(read[2], axis=0).to(tl.int32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=[*INTS, "drafts"])
+@triton.jit(do_not_specialize=[*INTS, "drafts", "drawn"])
 def _distribution_kernel(
     source,
     work,  # Scratch
-    q_ptr,  # None: the proposer is deterministic
+    q_ptr,  # None: there are no distributions of drafts
     places,
     first,
+    ragged,  # 1: positions after a row's last valid draft token are skipped
+    drawn,  # 1: drafts were drawn from the distributions at q_ptr; 0: each has probability 1
     drafts,  # number of places with a draft; 0: no probabilities of drafts are stored
     q_row,
     q_place,
@@ -388,8 +390,7 @@ def _distribution_kernel(
     row, place = (line // places).to(tl.int64), first + line % places
     # loaded before any branch, also for lines that are not needed, so that the loads overlap
     wanted = tl.load(source.finish + row) == RUNNING
-    if source.counts is not None:
-        wanted = wanted & (place <= tl.load(source.counts + row))
+    wanted = wanted & ((ragged == 0) | (place <= tl.load(source.counts + row)))
     temperature = tl.load(source.temperature + row)
     top_k, top_p, min_p = tl.load(source.top_k + row), tl.load(source.top_p + row), tl.load(source.min_p + row)
     drafted = tl.load(source.draft_tokens + row * source.drafts_stride + place, mask=place < drafts, other=-1)
@@ -411,7 +412,7 @@ def _distribution_kernel(
         row_q = q_ptr
         if q_ptr is not None:
             row_q = q_ptr + row * q_row + place.to(tl.int64) * q_place
-        read = _draft_at(draft, line_ptr, row_bias, row_q)
+        read = _draft_at(draft, line_ptr, row_bias, row_q, drawn)
         kind, largest, normaliser, best, lower, upper, guessed = described(
             *(at, tops, masses, temperature, top_k, top_p, min_p, tl.cdiv(groups, EACH)),
             *(GROUPS // EACH, _GROUP * EACH, MAX_FOUND, STOPS),
@@ -474,7 +475,7 @@ def find_distributions(
     *,
     first: int = 0,
     drafts: int = 0,
-    draft_probs: Tensor | None = None,
+    drawn: bool = False,
     ragged: bool = False,
     record: Record | None = None,
 ) -> None:
@@ -488,14 +489,13 @@ def find_distributions(
         first: number of draft tokens before the first of these positions.
         drafts: number of draft tokens to verify. Records of positions j < drafts also get the probabilities of draft
             token j.
-        draft_probs: [B, K, V], distributions from which draft tokens were drawn. None: the proposer is deterministic.
+        drawn: True if draft tokens were drawn from `rows.draft_probs`. False: each has probability 1.
         ragged: True to skip positions after the last valid draft token of each row.
         record: request to record log-probabilities of the raw logits. The commit records the log-probabilities of the
             emitted tokens. None: nothing is recorded.
     """
     batch, places, vocab = logits.shape
-    # with one position, no row has positions after its last valid draft token: one compiled kernel serves both
-    source = sampled_parts.source_of(logits, rows, ragged=ragged and places > 1)
+    source, draft_probs = sampled_parts.source_of(logits, rows), sampled_parts.draft_probs_of(rows)
     shared = {"STOPS": rows.stop_ids.shape[1], **sampled_parts.OPTIONS}
     chunks = triton.cdiv(vocab, CHUNK)
     parts = sampled_parts.parts_of(batch, places, chunks)
@@ -504,7 +504,7 @@ def find_distributions(
         _groups_kernel,
         (chunks, batch * parts),
         *(source, work.groups, logprobs.record_rows(record, rows)._replace(details=None)),
-        *(places, first, parts, top, rows.block.shape[1]),
+        *(places, first, int(ragged), parts, top, rows.block.shape[1]),
         CHUNK=CHUNK,
         PIECE=piece_of(CHUNK),
         STAGES=STAGES if parts < places else 1,
@@ -519,7 +519,7 @@ def find_distributions(
         _distribution_kernel,
         (max(1, min(chunks, PROGRAMS // lines)), lines),
         *(source, Scratch(work.counters, work.records, work.groups, work.found, work.listed), draft_probs),
-        *(places, first, drafts, *((0, 0) if draft_probs is None else draft_probs.stride()[:2])),
+        *(places, first, int(ragged), int(drawn), drafts, *sampled_parts.strides_of(draft_probs)),
         GROUPS=padded,
         EACH=triton.cdiv(padded, bounds.MAX_GROUPS),
         MAX_FOUND=max_found,
@@ -528,5 +528,6 @@ def find_distributions(
         PIECE=PIECE,
         CHUNK=sampled_parts.CHUNK,
         **launch_of(lines),
+        **sampled_parts.UNPIPELINED,
         **shared,
     )

@@ -141,5 +141,6 @@ def sampled_draw(
         CHUNK=sampled_parts.CHUNK,
         STOPS=rows.stop_ids.shape[1],
         **LAUNCH,
+        **sampled_parts.UNPIPELINED,
         **sampled_parts.OPTIONS,
     )

@@ -38,6 +38,8 @@ MAX_IDS = 2**19 - 1  # largest vocabulary: fixed-point masses stay below 2^63
 CANDIDATES = 8192  # largest number of ids near the threshold that are stored for a line
 LISTED = 1024  # one CTA processes up to this number of groups with candidates alone
 OPTIONS = {"enable_fp_fusion": False}
+# for kernels without software pipelines: the machine code is the same, and Triton does not look for loops to pipeline
+UNPIPELINED = {"num_stages": 1}
 
 RUNNING = tl.constexpr(verify.RUNNING)
 # keys, see `key_of`
@@ -50,6 +52,7 @@ NO_UNIT = tl.constexpr(2.0**-44)
 # fields of a line's record: int32
 RECORD = 16
 MAX, NORMALISER, KEY, CUT, UPPER, KIND, P_DRAFT, Q_DRAFT, BEST, GUESSED, NUM_LISTED = map(tl.constexpr, range(11))
+CARRIED = tl.constexpr(11)  # c of block verification (sampled_commit.py), stored by the third launch
 SEARCHED, KNOWN, GREEDY, INVALID = map(tl.constexpr, range(4))  # kinds of a line; SEARCHED becomes KNOWN later
 # fields of a line's counters: int64, zero between launches
 COUNTERS = 8
@@ -58,7 +61,7 @@ ARRIVED, FOUND, COUNT_ABOVE, MASS_ABOVE, KEPT_ABOVE, WINNER, RESIDUAL_WINNER, RE
 # for do_not_specialize: one compiled kernel serves all values of these. Integers inside a tuple cannot be listed there,
 # so sizes that vary between launches are separate parameters. Those in `Source` are constant for one model and one
 # state
-INTS = ["places", "first"]
+INTS = ["places", "first", "ragged"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class Source(NamedTuple):
 
     Attributes:
         logits: fp32 [B, R, V], logits of R scored positions, which are `logits_stride` elements apart.
-        counts: int64 [B], number of valid draft tokens. None: all R positions of a row are needed.
+        counts: int64 [B], number of valid draft tokens.
         groups: number of groups of GROUP ids in the vocabulary.
         bias to unbiased: fields of `fastspec.state.DecodeState` with these names.
     """
@@ -189,21 +192,15 @@ class View(NamedTuple):
 _View = tl.constexpr(View)
 
 
-def source_of(logits: Tensor, rows: Any, *, ragged: bool = True) -> Source:
-    """Makes the kernel argument `Source`.
-
-    Args:
-        logits: fp32 [B, R, V].
-        rows: decode state of the B batch rows.
-        ragged: True to skip the positions after the last valid draft token of each row.
-    """
+def source_of(logits: Tensor, rows: Any) -> Source:
+    """Makes the kernel argument `Source` from logits fp32 [B, R, V] and the decode state of the B batch rows."""
     does, sampler = rows.processors, rows.sampler
     vocab = logits.shape[2]
     return Source(
         *(logits, does.bias, does.in_prompt, does.output_counts, rows.draft_tokens, does.stop_ids),
         *(does.repetition, does.presence, does.frequency, does.min_lengths, rows.lengths),
         *(sampler.temperature, sampler.top_k, sampler.top_p, sampler.min_p),
-        *(rows.finish, rows.seeds, rows.unbiased, rows.draft_counts if ragged else None),
+        *(rows.finish, rows.seeds, rows.unbiased, rows.draft_counts),
         *(vocab, triton.cdiv(vocab, GROUP), logits.stride(0 if logits.shape[1] == 1 else 1)),
         *(does.bias.stride(0), does.in_prompt.stride(0), does.output_counts.stride(0)),
         *(rows.draft_tokens.stride(0), does.stop_ids.stride(0)),
@@ -239,6 +236,20 @@ def check_source(logits: Tensor, rows: Any, work: SampledWork) -> None:
             f"the state has room for {rows.processors.bias.shape[1]} ids, the logits have {vocab}: allocate it "
             "for as many"
         )
+
+
+def draft_probs_of(rows: Any) -> Tensor | None:
+    """Returns the buffer for distributions from which draft tokens are drawn, [B, K, V]. None: the state has none.
+
+    All launches of a generator get it, also those that do not read it, so that they run the same compiled kernel.
+    """
+    probs: Tensor = rows.draft_probs
+    return probs if probs.numel() else None
+
+
+def strides_of(probs: Tensor | None) -> tuple[int, int]:
+    """Returns the strides of `draft_probs_of` between batch rows and between places, 0 if it is None."""
+    return (0, 0) if probs is None else (probs.stride(0), probs.stride(1))
 
 
 def check_draft_probs(probs: Tensor | None, vocab: int) -> None:

@@ -25,13 +25,13 @@ from fastspec.kernels.common.launch import launch
 from fastspec.kernels.reference.sampled import SampledRows
 from fastspec.kernels.sampling import logits as sampled_parts
 from fastspec.kernels.sampling.distribution import find_distributions, load_distribution
-from fastspec.kernels.sampling.logits import GREEDY, INTS, RECORD, check_source, kept, key_of, scaled, view_of
+from fastspec.kernels.sampling.logits import GREEDY, RECORD, check_source, kept, key_of, scaled, view_of
 
 LAUNCH = {"num_warps": 8}
 _RECORD = tl.constexpr(RECORD)
 
 
-@triton.jit(do_not_specialize=INTS)
+@triton.jit(do_not_specialize=["places", "first"])
 def _processed_kernel(
     source,
     processed_ptr,
@@ -74,7 +74,7 @@ def processed_logits(logits: Tensor, rows: SampledRows, work: Any) -> Tensor:
     launch(
         _processed_kernel,
         (triton.cdiv(vocab, sampled_parts.CHUNK), batch * places),
-        sampled_parts.source_of(logits, rows, ragged=False),
+        sampled_parts.source_of(logits, rows),
         *(rows.processed, work.records, out),
         *(places, 0),
         CHUNK=sampled_parts.CHUNK,

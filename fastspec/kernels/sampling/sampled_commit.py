@@ -57,6 +57,7 @@ from fastspec.kernels.sampling.distribution import (
 )
 from fastspec.kernels.sampling.logits import (
     BEST,
+    CARRIED,
     COUNTERS,
     GREEDY,
     GROUP,
@@ -202,14 +203,14 @@ def place_of(record_ptr, drafts_ptr, carried, place, at, counts, vocab):
 
 
 @triton.jit
-def _drafted(p, index, q_ptr, draft):
+def _drafted(p, index, q_ptr, drawn, draft):
     """Returns the probabilities q of ids `index` under the draft model. They are undefined where p is not positive.
 
-    If q_ptr is None, the proposer is deterministic: q is 1 on the id `draft`, else 0.
+    If q_ptr is None or `drawn` is 0, the draft token was not drawn: q is 1 on the id `draft`, else 0.
     """
     q = (index == draft).to(tl.float32)
     if q_ptr is not None:
-        q = tl.load(q_ptr + index, mask=p > 0, other=0.0)
+        q = tl.where(drawn != 0, tl.load(q_ptr + index, mask=(p > 0) & (drawn != 0), other=0.0), q)
     return q
 
 
@@ -252,6 +253,7 @@ def _merge(rank, index, share, counters_ptr, RULE: tl.constexpr):
 @triton.jit
 def sample_dense(
     q_ptr,
+    drawn,
     dist,
     view,
     tops_ptr,
@@ -275,7 +277,7 @@ def sample_dense(
     change a bit.
 
     Args:
-        q_ptr, draft: see `_drafted`.
+        q_ptr, drawn, draft: see `_drafted`.
         dist: `LineDistribution` of the place, not greedy.
         view: `View` of the place.
         tops_ptr: largest scaled logit of each of the `groups` groups of ids.
@@ -302,7 +304,7 @@ def sample_dense(
             time = times(seed, position, TARGET, chunk * CHUNK, CHUNK)
             excess = tl.zeros_like(p)
             if beyond:
-                excess = _excess(p, _drafted(p, index, q_ptr, draft), c)
+                excess = _excess(p, _drafted(p, index, q_ptr, drawn, draft), c)
             rank = _entry(p, excess, time)
             if RULE == BY_BLOCK:
                 shares += (tl.sum(tl.reshape(excess, [LANES, 4]), axis=1) * SHARE).to(tl.int64)
@@ -328,7 +330,22 @@ def listed_from(start, end, found_ptr, MAX_FOUND: tl.constexpr, SIZE: tl.constex
 
 @triton.jit
 def sample_listed(
-    q_ptr, dist, few, found_ptr, number, counters_ptr, draft, c, beyond, seed, position, min_p, RULE, MAX_FOUND, SIZE
+    q_ptr,
+    drawn,
+    dist,
+    few,
+    found_ptr,
+    number,
+    counters_ptr,
+    draft,
+    c,
+    beyond,
+    seed,
+    position,
+    min_p,
+    RULE,
+    MAX_FOUND,
+    SIZE,
 ):
     """Samples at one place whose kept ids are all listed at `found_ptr`, in one CTA.
 
@@ -342,7 +359,7 @@ def sample_listed(
     for start in range(0, number, SIZE):
         there = start + tl.arange(0, SIZE) < number
         p = share(dist, value_of(tl.where(there, key, KEY_LOWEST)), index, min_p)
-        q = _drafted(tl.where(beyond, p, 0.0), index, q_ptr, draft)
+        q = _drafted(tl.where(beyond, p, 0.0), index, q_ptr, drawn, draft)
         # computed here, to overlap with the loads above
         time = times_of(seed, position, TARGET, index)
         excess = tl.where(beyond, _excess(p, q, c), 0.0)
@@ -356,12 +373,14 @@ def sample_listed(
 
 
 @triton.jit
-def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES):
+def judged(
+    first, last, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts, vocab, seed, length, RULE, PLACES
+):
     """Returns the number of accepted draft tokens of a batch row, and its block of tokens, int64 [PLACES].
 
     It runs after all CTAs of the row have sampled. The block has the accepted draft tokens, then the token sampled
-    after them. `ends` is the result of `span`. `counts` is the number of the row's draft tokens before its first
-    position with invalid logits.
+    after them. `first` and `last` are results of `span`. `counts` is the number of the row's draft tokens before its
+    first position with invalid logits.
     """
     valid = place <= counts
     kinds = tl.load(record_ptr + place * _RECORD + KIND, mask=valid, other=0)
@@ -375,9 +394,9 @@ def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts
     matched = _leading((picks == drafts) & (kinds != INVALID), place, counts, PLACES)
     accepted = matched
     if (RULE != BY_COUPLING) & (greedy == 0):
-        first, last, carried = ends
         accepted = last
         if RULE == BY_BLOCK:
+            carried = tl.load(record_ptr + place * _RECORD + CARRIED, mask=valid, other=0).to(tl.float32, bitcast=True)
             excess = shares.to(tl.float32) * NO_SHARE
             chance = tl.div_rn(excess, tl.maximum(excess + (1.0 - carried), TINY))
             chance = tl.where(kinds == INVALID, 0.0, chance)
@@ -394,6 +413,82 @@ def judged(ends, record_ptr, counters_ptr, drafts_ptr, place, counts, num_drafts
     return tl.where(first_invalid <= accepted, first_invalid - 1, accepted), tl.where(place <= num_drafts, block, -1)
 
 
+@triton.jit(noinline=True)  # see logits.py
+def _finish_row(
+    source,
+    records_ptr,
+    counters_ptr,
+    arrivals_ptr,
+    state,  # StateRows
+    scratch_ptr,
+    ring,
+    recorded,  # RecordRows
+    row,
+    low,
+    high,
+    counts,
+    running,
+    seed,
+    length,
+    num_places,
+    tokens_width,
+    block_stride,
+    slots,
+    entry_width,
+    batch,
+    places,
+    details_width,
+    RULE: tl.constexpr,
+    TOP: tl.constexpr,
+    PLACES: tl.constexpr,
+    STOPS: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+):
+    """Decides how many draft tokens of a batch row are accepted, and commits the row. Clears the row's counters.
+
+    It runs in the row's last CTA, after all CTAs have sampled. `low` and `high` are the first two results of `span`;
+    the third is in the records. The other arguments are those of `_end_kernel`, and values that it has loaded.
+    """
+    tl.debug_barrier()  # if a CTA works alone, it waits here for the atomics of its own threads
+    place = tl.arange(0, PLACES)
+    vocab, num_drafts = source.vocab, num_places - 1
+    row_records, row_counters = records_ptr + row * num_places * _RECORD, counters_ptr + row * num_places * _COUNTERS
+    row_drafts = source.draft_tokens + row * source.drafts_stride
+    drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
+    accepted = tl.full([], -1, tl.int32)
+    block = tl.where(place <= num_drafts, tl.minimum(tl.maximum(drafts, 0), vocab - 1), -1)
+    if running:
+        accepted, block = judged(
+            *(low, high, row_records, row_counters, row_drafts, place, counts, num_drafts, vocab),
+            *(seed, length, RULE, PLACES),
+        )
+    emitted = commit_row(
+        row,
+        accepted.to(tl.int64),
+        block,
+        state,
+        scratch_ptr,
+        ring,
+        SIZES(tokens_width, source.stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
+        source.logits,
+        tl.cast(source.logits_stride, tl.int64),
+        recorded,
+        details_width,
+        TOP,
+        PLACES,
+        STOPS,
+        NUM_STOPS,
+    )
+    tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
+    # after the barrier in commit_row all threads have read the counters
+    used = place <= num_drafts
+    zeros = tl.zeros([PLACES], tl.int64)
+    tl.store(row_counters + place * _COUNTERS + WINNER, zeros, mask=used)
+    tl.store(row_counters + place * _COUNTERS + RESIDUAL_WINNER, zeros, mask=used)
+    tl.store(row_counters + place * _COUNTERS + RESIDUAL, zeros, mask=used)
+    tl.store(arrivals_ptr + row, 0)
+
+
 LAUNCH = {"num_warps": 8, "maxnreg": 128}
 PROGRAMS = 264  # approximate number of CTAs per launch: two per SM
 MAX_LISTED = 1024  # largest number of listed ids of a place that one CTA samples alone
@@ -408,7 +503,7 @@ class EndWork(NamedTuple):
     records: Any
     groups: Any
     found: Any
-    draft_probs: Any  # None: the proposer is deterministic
+    draft_probs: Any  # None: the state has no memory for them
 
 
 def end_chunk() -> int:
@@ -419,7 +514,7 @@ def end_chunk() -> int:
     return max(GROUP, sampled_parts.CHUNK // 4)
 
 
-@triton.jit(do_not_specialize=["num_places", "parts", "details_width", *STATE_INTS])
+@triton.jit(do_not_specialize=["num_places", "drawn", "parts", "details_width", *STATE_INTS])
 def _end_kernel(
     source,
     work,  # EndWork
@@ -428,6 +523,7 @@ def _end_kernel(
     ring,
     recorded,  # RecordRows
     num_places,  # k + 1
+    drawn,  # 1: drafts were drawn from `work.draft_probs`; 0: each has probability 1
     q_row,
     q_place,
     tokens_width,
@@ -471,6 +567,10 @@ def _end_kernel(
     low, high, carried = counts * 0, counts, tl.full([PLACES], 1.0, tl.float32)
     if running & (temperature > 0):
         low, high, carried = span(p, q, place, counts, seed, length, RULE, PLACES)
+        if RULE == BY_BLOCK:
+            # for `_finish_row`, to which no tensors are passed: each CTA stores the same bits, and reads its own
+            bits = carried.to(tl.int32, bitcast=True)
+            tl.store(row_records + place * _RECORD + CARRIED, bits, mask=place < num_places)
         dense = is_shared(num_listed, kinds, place, low, high, MAX_LISTED)
         handled = dense.to(tl.int32)
         chunks = tl.cdiv(vocab, CHUNK)
@@ -490,6 +590,7 @@ def _end_kernel(
                     view = view_of(source, line, row, at)
                     sample_dense(
                         line_q,
+                        drawn,
                         *(dist, view, groups_ptr + line * groups * 2, groups, counters_ptr + line * _COUNTERS),
                         *(draft, c, (at < counts) & (RULE != BY_COUPLING), seed, length + at, begin, min_p),
                         *(RULE, CHUNK, NUM_STOPS),
@@ -513,6 +614,7 @@ def _end_kernel(
                         line_q = q_ptr + row * q_row + at * tl.cast(q_place, tl.int64)
                     sample_listed(
                         line_q,
+                        drawn,
                         *(dist, listed, line_found, number, counters_ptr + line * _COUNTERS, draft, c),
                         *((at < counts) & (RULE != BY_COUPLING), seed, length + at, min_p, RULE, MAX_FOUND, LISTED),
                     )
@@ -521,42 +623,11 @@ def _end_kernel(
     if (handled > 0) & (last == 0):
         last = tl.atomic_add(arrivals_ptr + row, handled, sem="acq_rel") == workers - handled
     if last:
-        tl.debug_barrier()  # if a CTA works alone, it waits here for the atomics of its own threads
-        num_drafts, row_counters = num_places - 1, counters_ptr + row * num_places * _COUNTERS
-        row_drafts = source.draft_tokens + row * source.drafts_stride
-        drafts = tl.load(row_drafts + place, mask=place < num_drafts, other=0)
-        accepted = tl.full([], -1, tl.int32)
-        block = tl.where(place <= num_drafts, tl.minimum(tl.maximum(drafts, 0), vocab - 1), -1)
-        if running:
-            accepted, block = judged(
-                *((low, high, carried), row_records, row_counters, row_drafts, place, counts, num_drafts, vocab),
-                *(seed, length, RULE, PLACES),
-            )
-        emitted = commit_row(
-            row,
-            accepted.to(tl.int64),
-            block,
-            state,
-            scratch_ptr,
-            ring,
-            SIZES(tokens_width, source.stop_stride, block_stride, slots, entry_width, batch, places, num_drafts),
-            source.logits,
-            tl.cast(source.logits_stride, tl.int64),
-            recorded,
-            details_width,
-            TOP,
-            PLACES,
-            STOPS,
-            NUM_STOPS,
+        _finish_row(
+            *(source, records_ptr, counters_ptr, arrivals_ptr, state, scratch_ptr, ring, recorded, row, low, high),
+            *(counts, running, seed, length, num_places, tokens_width, block_stride, slots, entry_width, batch, places),
+            *(details_width, RULE, TOP, PLACES, STOPS, NUM_STOPS),
         )
-        tl.atomic_add(source.output_counts + row * source.output_stride + block, 1, mask=place < emitted, sem="relaxed")
-        # after the barrier in commit_row all threads have read the counters
-        used = place <= num_drafts
-        zeros = tl.zeros([PLACES], tl.int64)
-        tl.store(row_counters + place * _COUNTERS + WINNER, zeros, mask=used)
-        tl.store(row_counters + place * _COUNTERS + RESIDUAL_WINNER, zeros, mask=used)
-        tl.store(row_counters + place * _COUNTERS + RESIDUAL, zeros, mask=used)
-        tl.store(arrivals_ptr + row, 0)
 
 
 def sampled_commit(
@@ -583,12 +654,13 @@ def sampled_commit(
     batch, places, vocab = logits.shape
     check_source(logits, rows, work)
     committing.check_rows(rows, batch, places - 1, scratch)
-    draft_probs = None if deterministic or rule == COUPLED or places == 1 else rows.draft_probs
-    check_draft_probs(draft_probs, vocab)
+    drawn = not (deterministic or rule == COUPLED or places == 1)
+    draft_probs = sampled_parts.draft_probs_of(rows)
+    check_draft_probs(draft_probs if drawn else None, vocab)
     if record is not None:
         check_record(record, rows, vocab, places)
     drafts = 0 if rule == COUPLED else places - 1
-    find_distributions(logits, rows, work, drafts=drafts, draft_probs=draft_probs, ragged=True, record=record)
+    find_distributions(logits, rows, work, drafts=drafts, drawn=drawn, ragged=True, record=record)
     source = sampled_parts.source_of(logits, rows)
     tokens_width, _, *others = committing.sizes_of(rows, publish_to)
     _, details_width = logprobs.sizes_of(record)
@@ -605,13 +677,13 @@ def sampled_commit(
         EndWork(work.counters, work.arrivals, work.records, work.groups, work.found, draft_probs),
         *(committing.state_of(rows), scratch, Ring(*(publish_to or (None, None)))),
         logprobs.record_rows(record, rows),
-        places,
-        *((0, 0) if draft_probs is None else draft_probs.stride()[:2]),
+        *(places, int(drawn), *sampled_parts.strides_of(draft_probs)),
         *(tokens_width, *others, batch, rows.block.shape[1], parts),
         details_width,
         **{"RULE": RULES[rule], "TOP": logprobs.width_of(record, rows), "CHUNK": chunk, "MAX_FOUND": max_found},
         **{"MAX_LISTED": min(MAX_LISTED, max_found), "LISTED": min(LISTED, max_found)},
         **committing.blocks_of(rows),
         **LAUNCH,
+        **sampled_parts.UNPIPELINED,
         **sampled_parts.OPTIONS,
     )

@@ -122,7 +122,7 @@ def _min_and_max(key, mass, reach, over, other_key, other_mass, other_reach, oth
     )
 
 
-@triton.jit
+@triton.jit(noinline=True)  # see logits.py
 def rank_candidates(
     found_ptr,
     largest,
@@ -146,6 +146,7 @@ def rank_candidates(
     Returns (key, cut, fixed-point normaliser, valid).
     `valid` is 0 if the threshold is not among the candidates; then the other results have no meaning.
     """
+    tl.debug_barrier()
     slot = tl.arange(0, SIZE)
     there = slot < count
     keys = tl.load(found_ptr + slot, mask=there, other=KEY_LOWEST, cache_modifier=".cg")
@@ -190,7 +191,9 @@ def rank_candidates(
                 if taken < equals:
                     cut = _id_of_rank(index, there & (keys == low), taken, vocab)
     keeps = kept(keys, index, e, low, cut, min_p)
-    return low, cut, kept_above + tl.sum(tl.where(keeps, mass, 0), axis=0), sound
+    normaliser = kept_above + tl.sum(tl.where(keeps, mass, 0), axis=0)
+    tl.debug_barrier()
+    return low, cut, normaliser, sound
 
 
 @triton.jit

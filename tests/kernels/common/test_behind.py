@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton", reason="Triton ships for Linux only")
 
 from fastspec.kernels.common import compilers as module
-from fastspec.kernels.common.compile_jobs import NotSendable
-from fastspec.kernels.common.compilers import EARLY_PART, SLOWEST, Behind, Compilers
+from fastspec.kernels.common.compile_jobs import EARLY_PART, NotSendable
+from fastspec.kernels.common.compilers import SLOWEST, Behind, Compilers
 from fastspec.kernels.sampling import distribution, draw, sampled_commit
 from fastspec.kernels.select import KERNELS
 from tests.helpers.modules import module_output
@@ -129,6 +129,40 @@ def test_early_kernels_that_take_longest_to_compile_come_first() -> None:
     asked.go.set()
     ended(behind)
     assert asked.jobs == [f"{name} early" for name in (*SLOWEST, "few_rows_kernel", "_verify_kernel")]
+
+
+def test_a_kernel_behind_waits_until_the_early_ones_are_compiled_unless_a_launch_needs_it() -> None:
+    asked = Asked()
+    behind = Behind(asked, EARLY_PART)
+    early = behind.submit(call("early"))
+    behind.begin_early()
+    assert asked.has_one.wait(60)
+    others = [behind.submit(call(name)) for name in "ab"]
+    behind.begin()
+    assert behind._running == EARLY_PART, "threads are there for all"
+    with behind._changing:
+        assert not behind._may_begin()
+    others[1].hurry()
+    asked.go.set()
+    assert others[1].result() == "B"
+    assert early.result() == "EARLY"
+    ended(behind)
+    assert asked.jobs == ["early early", "b", "a"]
+
+
+def test_cancelled_early_kernels_hold_up_no_other() -> None:
+    asked = Asked()
+    behind = Behind(asked, EARLY_PART)
+    for name in "ab":
+        behind.submit(call(name))
+    behind.begin_early()
+    assert asked.has_one.wait(60)
+    behind.cancel()
+    behind.submit(call("c"))
+    behind.begin()
+    asked.go.set()
+    ended(behind)
+    assert asked.jobs == ["a early", "c"]
 
 
 def test_the_slowest_kernels_are_kernels() -> None:

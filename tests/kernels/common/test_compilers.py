@@ -154,3 +154,9 @@ def test_what_a_later_call_lacks_is_compiled_by_processes_too(given: Any, monkey
 def test_the_constructor_begins_every_kernel_that_options_and_lengths_of_calls_need(arch: int) -> None:
     (found,) = module_output("tests.helpers.option_kernels", str(arch), "2")
     assert found["missing"] == []
+
+
+@pytest.mark.parametrize("k", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_the_first_sampled_call_needs_no_kernel_that_is_begun_late(k: int) -> None:
+    (found,) = module_output("tests.helpers.option_kernels", "90", str(k), "early")
+    assert found["missing"] == []

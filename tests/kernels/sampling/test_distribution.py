@@ -292,16 +292,19 @@ def test_the_kernel_equals_its_torch_definition_at_real_sizes(vocab: int, monkey
 
 
 @pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("places", [1, 3])
-def test_plain_steps_run_the_kernels_of_draws(places: int, ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that reads numbers of drafts is another one, which takes seconds to compile."""
-    read = list[bool]()
-    monkeypatch.setattr(
-        sampled_laws, "launch", lambda kernel, grid, source, *_, **__: read.append(source.counts is not None)
-    )
-    rows = plain_state(2, 2, 111, "cpu", 0, 0)
-    find_distributions(torch.zeros(2, places, 111), rows, sampled_work(2, 2, 111, torch.device("cpu")), ragged=ragged)
-    assert read == [ragged and places > 1] * 2
+def test_draws_and_steps_run_the_same_kernels(
+    places: int, drawn: bool, ragged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel with other tensors as arguments is another one, which takes seconds to compile."""
+    given = list[Any]()
+    monkeypatch.setattr(sampled_laws, "launch", lambda kernel, grid, *args, **_: given.append(args))
+    rows, work = plain_state(2, 2, 111, "cpu", 0, 0), sampled_work(2, 2, 111, torch.device("cpu"))
+    find_distributions(torch.zeros(2, places, 111), rows, work, drafts=places - 1, drawn=drawn, ragged=ragged)
+    for args in given:
+        assert args[0].counts.data_ptr() == rows.draft_counts.data_ptr()
+    assert given[1][2].data_ptr() == rows.draft_probs.data_ptr()
 
 
 @pytest.mark.gpu
