@@ -1,8 +1,8 @@
 """A tiny Llama that writes given texts: its logits are a function of the last four tokens.
 
-Its embedding is a code of unit length for each token. A layer of attention adds the codes of the three tokens before: the
-scores of a head are largest at one distance (rotary embedding). The MLP has a unit for each context of a script, which is
-on where all four tokens match, and adds the one-hot vector of the token that follows.
+Its embedding is a code of unit length for each token. A layer of attention adds the codes of the three tokens before:
+the scores of a head are largest at one distance (rotary embedding). The MLP has a unit for each context of a script,
+which is on where all four tokens match, and adds the one-hot vector of the token that follows.
 """
 
 from __future__ import annotations
@@ -174,7 +174,10 @@ def _model(vocab: int, chains: list[list[int]], end: int) -> LlamaForCausalLM:
             attention.k_proj.weight[start + DIM // 2 : start + DIM, one] = torch.sin(distance * theta) / scale
             attention.v_proj.weight[start : start + DIM, :DIM] = torch.eye(DIM) / scale
             attention.o_proj.weight[place : place + DIM, start : start + DIM] = torch.eye(DIM)
-        size, mlp = (hidden / (BACK + 2)) ** 0.5, layer.mlp  # of each code and the one of the MLP's input, after its norm
+        size, mlp = (
+            (hidden / (BACK + 2)) ** 0.5,
+            layer.mlp,
+        )  # of each code and the one of the MLP's input, after its norm
         off = (1 - ALIKE) / 2  # from the sum where all tokens match, and from the largest where one does not
         for unit, (chain, at) in enumerate(places):
             mlp.gate_proj.weight[unit, one] = -STEEP * (BACK + 1 - off) / size
