@@ -177,7 +177,7 @@ def demo(
 
     The baseline is the faster of two decodings without drafts: one with exact=True, one with exact=False. With
     exact=False the rounding of a result may depend on the batch size. With --model the baseline is exact=True.
-    Accepted drafts are then green, and on a terminal you can continue the conversation.
+    With --model accepted drafts are green, and on a terminal you can continue the conversation.
     """
     import_all()
     options: dict[str, Any] = {"device": device, **flags.given(tensor_parallel=tensor_parallel)}

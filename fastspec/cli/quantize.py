@@ -21,7 +21,7 @@ def quantize(
     form: Annotated[str, typer.Option("--format", help="int4, int8 or fp8.")] = "int4",
     calibrate: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="UTF-8 text like that which the model will read: int4 is rounded for it."),
+        typer.Option(metavar="FILE", help="UTF-8 text like the model's later input. int4 is rounded to fit it."),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
 ) -> None:

@@ -123,12 +123,18 @@ def serve(
     ] = 0,
     drain: Annotated[
         float | None,
-        typer.Option(min=0, metavar="SECONDS", help="Time for the last answers at the end. Default: 60 at most."),
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Longest wait for running answers after Ctrl-C. Default: 60, or less if --limit seconds is less.",
+        ),
     ] = None,
     access_log: Annotated[
         str, typer.Option(metavar="text|json|off", help="A line for each request, on stderr.")
     ] = "text",
-    log_level: Annotated[str, typer.Option(metavar="debug|info|warning|error", help="Least level to log.")] = "info",
+    log_level: Annotated[
+        str, typer.Option(metavar="debug|info|warning|error", help="Lowest level that is logged.")
+    ] = "info",
     otlp_traces_endpoint: Annotated[
         str | None,
         typer.Option(metavar="URL", help="Send a span for each request by OTLP: http://127.0.0.1:4318/v1/traces."),

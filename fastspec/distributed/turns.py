@@ -18,7 +18,7 @@ _SEEN = 64  # a follower reports its position after this many turns; rank 0 dele
 
 
 class Turns:
-    """One end of the message log: rank 0 writes it, the other ranks read it. It is in the heartbeats' key-value store.
+    """One end of the message log, which rank 0 writes and the other ranks read. The heartbeats' key-value store has it.
 
     A connection to the store answers one request at a time. So this class has its own connection: waiting here must not
     delay heartbeats.

@@ -347,7 +347,7 @@ OPTIONS: Final[tuple[Option, ...]] = (
         per_row=True,
         number=Number("repetition", 1.0, 1 / MAX_REPETITION, MAX_REPETITION, changes_greedy=True),
         sets=("repetition_penalty",),
-        flag=Flag("Above 1: less of the tokens in prompt and output.", float),
+        flag=Flag("Above 1: tokens of the prompt and the output become less probable.", float),
         field="repetition_penalty",
     ),
     Option(

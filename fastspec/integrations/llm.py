@@ -69,8 +69,8 @@ class FastSpecModel(llm.Model):  # type: ignore[misc]
         room = generator.max_length - len(ids)
         if room < 1:
             raise llm.ModelError(
-                f"the conversation has {len(ids)} tokens, and {generator.max_length} are all that it may have with its "
-                "answer; begin a new one"
+                f"the conversation has {len(ids)} tokens; with its answer it may have {generator.max_length}; begin a "
+                "new one"
             )
         options = prompt.options
         handle = generator.submit(ids, max_new_tokens=min(options.max_tokens, room), **options.keywords())
@@ -131,7 +131,7 @@ def register_commands(cli: click.Group) -> None:
     @click.option("--draft", help="Draft model, learned drafter, or mtp.")
     @click.option("--option", "options", multiple=True, type=(str, str), help="Argument of FastSpecGenerator, as JSON.")
     def add(name: str, target: str, draft: str | None, options: tuple[tuple[str, str], ...]) -> None:
-        """Give a model a name"""
+        """Give a pair of models a name for `llm -m NAME`"""
         given = {key: _value(value) for key, value in options}
         models = _models() | {name: {"target": target, "draft": draft, "options": given}}
         _file().write_text(json.dumps(models, indent=2) + "\n")

@@ -85,7 +85,7 @@ def _bytes_of(described: Described) -> int:
 
 
 def _pieces(described: list[Described]) -> Iterator[list[Described]]:
-    """Splits a list of tensors into pieces, which are the tensors of one broadcast."""
+    """Splits a list of tensors into pieces. One broadcast sends the tensors of one piece."""
     piece, size = list[Described](), 0
     for each in described:
         if piece and size + _bytes_of(each) > _PIECE:

@@ -66,7 +66,9 @@ class ResponseFormat(BaseModel):
     def schema_of_text(self) -> dict[str, Any] | None:
         """JSON schema that the answer must follow. None: any text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise Refusal("response_format of type json_schema, and no other, has a json_schema", "response_format")
+            raise Refusal(
+                "response_format must have json_schema if its type is json_schema, and only then", "response_format"
+            )
         if self.json_schema is not None:
             return self.json_schema.content
         return {"type": "object"} if self.type == "json_object" else None
@@ -347,7 +349,8 @@ class Body(create_model("Numbers", **_numeric_fields(), **taken_fields(TAKEN))):
             constraint = {keyword: value}
         if constraint and self.min_tokens:
             raise Refusal(
-                "min_tokens: an answer that follows a schema may end before; leave one of them out", "min_tokens"
+                "min_tokens: an answer that follows a schema may end earlier; leave out min_tokens or the schema",
+                "min_tokens",
             )
         return constraint
 
@@ -369,7 +372,7 @@ class Completion(Body):
         if self.stream and self.drawn > self.n:
             raise Refusal("best_of above n needs whole answers; leave out stream or best_of", "best_of")
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
-            raise Refusal("max_tokens=0 asks for no answer: it goes with echo or prompt_logprobs", "max_tokens")
+            raise Refusal("max_tokens=0 asks for no answer: it needs echo or prompt_logprobs", "max_tokens")
         return self
 
     @property
@@ -441,7 +444,7 @@ class Chat(Body):
             )
         if taken := sorted(_TEMPLATED & set(self.chat_template_kwargs or {})):
             raise Refusal(
-                f"chat_template_kwargs are variables of the template, but {', '.join(taken)} is not one; leave it out",
+                f"chat_template_kwargs may not set {', '.join(taken)}, which the server sets itself; leave it out",
                 "chat_template_kwargs",
             )
         names = [function.name for function in self._functions]

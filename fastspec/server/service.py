@@ -320,7 +320,8 @@ class Service:
     def _admit(self, count: int) -> None:
         if self._running + count > self.limits.requests:
             raise Refusal(
-                f"{self._running} answers are waited for, and {self.limits.requests} may be; try again later",
+                f"{self._running} answers are unfinished, and {self.limits.requests} are allowed at once; try again "
+                "later",
                 status=429,
                 kind="rate_limit_error",
                 code="too_many_requests",
@@ -369,8 +370,8 @@ class Service:
         count = body.drawn * prompts
         if count > self.limits.requests:  # waiting would not help
             raise Refusal(
-                f"{count} answers at once are asked for, and {self.limits.requests} may be; ask for fewer, or raise "
-                "--limit requests=",
+                f"the request asks for {count} answers, and {self.limits.requests} are allowed at once; ask for fewer, "
+                "or raise --limit requests=",
                 "n" if body.n > 1 else "prompt",
             )
         self._admit(count)
@@ -524,8 +525,8 @@ class Service:
         limit = room if self.limits.tokens is None else min(room, self.limits.tokens)
         if room < 1:
             raise Refusal(
-                f"the prompt has {prompt} tokens, and {self.generator.max_length} are all that prompt and answer may "
-                "have; shorten it",
+                f"the prompt has {prompt} tokens; prompt and answer together may have {self.generator.max_length}; "
+                "shorten the prompt",
                 "messages" if isinstance(body, Chat) else "prompt",
                 code="context_length_exceeded",
             )

@@ -33,7 +33,10 @@ class Tokenize(BaseModel):
         if (self.prompt is None) == (self.messages is None):
             raise Refusal("give one of prompt and messages", "prompt")
         if self.messages is not None and self.add_special_tokens:
-            raise Refusal("the chat template writes the special tokens of messages; leave it out", "add_special_tokens")
+            raise Refusal(
+                "the chat template writes the special tokens of messages; leave add_special_tokens out",
+                "add_special_tokens",
+            )
         if self.continue_final_message and self.add_generation_prompt:
             raise Refusal(
                 "continue_final_message needs add_generation_prompt=false: the last message goes on",

@@ -114,8 +114,9 @@ def logit_difference(oracle: Oracle, device: str, monkeypatch: pytest.MonkeyPatc
     original = Decoder.logits
 
     def record(self: Decoder, hidden: Tensor, tiling: object) -> Tensor:
-        seen.append(original(self, hidden, tiling)[0, 0].cpu())  # type: ignore[arg-type]
-        return original(self, hidden, tiling)  # type: ignore[arg-type]
+        found = original(self, hidden, tiling)  # type: ignore[arg-type]
+        seen.append(found[0, 0].cpu())
+        return found
 
     # graphs off: the recorder reads every step's logits back, which no captured step may
     with monkeypatch.context() as patch, generator(oracle, 0, device, batch=1, graphs=False) as gen:

@@ -27,23 +27,38 @@ UNUSED = (
     "triton",
 )
 IMPORT = "from fastspec import FastSpecGenerator"
-MAKE = f"""{IMPORT}
+MAKE = f"""
 generator = FastSpecGenerator({str(demo_pair()[0])!r}, {str(demo_pair()[1])!r}, device="cpu", progress=False)
 generator.generate([[5, 6, 7]], max_new_tokens=4)
 """
 TOKENIZER = "generator.tokenizer.decode([5])"
 
 
-def imported(code: str) -> set[str]:
-    """Which of UNUSED a fresh process has after it ran the code."""
-    ask = f"import sys; print(*[name for name in {UNUSED!r} if name in sys.modules], file=sys.stderr)"
-    done = subprocess.run([sys.executable, "-c", f"{code}\n{ask}"], capture_output=True, text=True, check=False)
+def imported(*parts: str) -> list[set[str]]:
+    """Which of UNUSED a fresh process has after each part of its code."""
+    ask = f"import sys; print('has', *[name for name in {UNUSED!r} if name in sys.modules], file=sys.stderr)"
+    code = "\n".join(f"{part}\n{ask}" for part in parts)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return set(done.stderr.split("\n")[-2].split())
+    found = [set(line.split()[1:]) for line in done.stderr.splitlines() if line.split()[:1] == ["has"]]
+    assert len(found) == len(parts), done.stderr
+    return found
 
 
-def test_importing_imports_nothing_heavy() -> None:
-    assert not imported(IMPORT)
+@pytest.fixture(scope="module")
+def ours() -> list[set[str]]:
+    return imported(IMPORT, MAKE, TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def theirs() -> list[set[str]]:
+    """What transformers imports for any config, for a class of tokenizers, and for models."""
+    names = "PretrainedConfig", "PreTrainedTokenizerFast", "PreTrainedModel"
+    return imported(*(f"from transformers import {name}" for name in names))
+
+
+def test_importing_imports_nothing_heavy(ours: list[set[str]]) -> None:
+    assert not ours[0]
 
 
 @pytest.mark.parametrize("collecting", [True, False])
@@ -67,18 +82,21 @@ def test_no_cycles_are_collected_while_a_name_is_imported(
         sys.modules.pop("looks_at_gc", None)
 
 
-def test_a_generator_imports_no_more_than_transformers_does_for_any_config() -> None:
+def test_a_generator_imports_no_more_than_transformers_does_for_any_config(
+    ours: list[set[str]], theirs: list[set[str]]
+) -> None:
     """Nor for tokenizers, which are not loaded where a pair has one."""
-    assert imported(MAKE) <= imported("from transformers import PretrainedConfig")
+    assert ours[1] <= theirs[0]
 
 
-def test_a_tokenizer_imports_no_more_than_its_class_does() -> None:
+def test_a_tokenizer_imports_no_more_than_its_class_does(ours: list[set[str]], theirs: list[set[str]]) -> None:
     """And not `AutoTokenizer`, with which some versions import all of generation and torch's compiler."""
-    assert imported(MAKE + TOKENIZER) <= imported("from transformers import PreTrainedTokenizerFast")
+    assert ours[2] <= theirs[1]
 
 
-def test_the_check_sees_what_is_imported() -> None:
-    assert "transformers.modeling_utils" in imported("from transformers import PreTrainedModel")
+def test_the_check_sees_what_is_imported(theirs: list[set[str]]) -> None:
+    assert "transformers.modeling_utils" in theirs[2]
+    assert "transformers.modeling_utils" not in theirs[0]
 
 
 def test_a_live_model_is_still_taken() -> None:

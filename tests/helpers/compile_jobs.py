@@ -76,10 +76,10 @@ def launches(arch: int, groups: Iterator[str] | list[str]) -> Iterator[recorder.
         yield from recorder.first_of_each(found, recorder.specialised)
 
 
-def unclear() -> list[str]:
+def unclear(launched: list[recorder.Launch]) -> list[str]:
     """Kernels that read two constants of one name and of different values: Triton puts them into a key in any order."""
     found = set()
-    for kernel in {each.kernel.__name__: each.kernel for group in GROUPS for each in launches(90, [group])}.values():
+    for kernel in {each.kernel.__name__: each.kernel for each in launched}.values():
         values = dict[str, set[str]]()
         for (name, _), (value, _) in kernel.used_global_vals.items():
             values.setdefault(name, set()).add(str(value))
@@ -89,9 +89,9 @@ def unclear() -> list[str]:
 
 def keys(arch: int) -> dict[str, Any]:
     recorder.use(recorder.cuda(arch))
-    telling = Telling()
+    telling, launched = Telling(), list(launches(arch, list(GROUPS)))
     with triton.AsyncCompileMode(telling, ignore_errors=True):
-        for each in launches(arch, list(GROUPS)):
+        for each in launched:
             each.kernel.warmup(*each.given, grid=each.grid, **each.options)
     jobs = b"\n".join(reversed(telling.jobs))  # another order, for keys must not depend on it
     done = subprocess.run([sys.executable, "-c", READ], input=jobs, stdout=subprocess.PIPE, check=True)
@@ -100,7 +100,7 @@ def keys(arch: int) -> dict[str, Any]:
     return {
         "jobs": len(read),
         "other": other,
-        "unclear": unclear(),
+        "unclear": unclear(launched),
         "launchers": len({launcher_of(job) for job in telling.jobs}),
     }
 

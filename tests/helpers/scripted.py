@@ -1,8 +1,8 @@
 """A tiny Llama that writes given texts: its logits are a function of the last four tokens.
 
-Its embedding is one-hot. A layer of attention adds the one-hot vectors of the three tokens before: the scores of a head
-are largest at one distance (rotary embedding). The MLP has a unit for each context of a script, which is on where all
-four tokens match, and adds the one-hot vector of the token that follows.
+Its embedding is a code of unit length for each token. A layer of attention adds the codes of the three tokens before:
+the scores of a head are largest at one distance (rotary embedding). The MLP has a unit for each context of a script,
+which is on where all four tokens match, and adds the one-hot vector of the token that follows.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from fastspec.text.token_bytes import byte_letters
 
-BACK, SLICES, DIM = 3, 8, 64  # tokens before the last; the one-hot vector of each is cut into one slice a head
+BACK, DIM = 3, 64  # tokens before the last, a head each; numbers of a code
+ALIKE = 24 / DIM  # product of two tokens' codes, at most; of a code with itself 1
 SHARP, STEEP, SURE = 1000.0, 100.0, 30.0  # of the scores, of the units, and of the logits
 END = "<eos>"
 
@@ -129,11 +130,20 @@ def _tokenizer(pieces: list[str], marks: tuple[str, ...], template: str, *, spec
     return made
 
 
+def _codes(vocab: int) -> torch.Tensor:
+    """Codes [vocab, DIM]: random signs, drawn again where they are too much like those of an earlier token."""
+    generator, found = torch.Generator().manual_seed(0), torch.empty(0, DIM)
+    while len(found) < vocab:
+        code = (2.0 * torch.randint(2, (1, DIM), generator=generator) - 1) / DIM**0.5
+        if not len(found) or float((found @ code[0]).max()) <= ALIKE:
+            found = torch.cat([found, code])
+    return found
+
+
 def _model(vocab: int, chains: list[list[int]], end: int) -> LlamaForCausalLM:
-    assert vocab <= SLICES * DIM
-    heads = BACK * SLICES
+    heads, codes = BACK, _codes(vocab)
     places = [(chain, at) for chain in chains for at in range(BACK + 1, len(chain))]
-    one, following = (BACK + 1) * vocab, (BACK + 1) * vocab + 1
+    one, following = (BACK + 1) * DIM, (BACK + 1) * DIM + 1
     hidden = following + vocab  # the last tokens, a one, and the next token
     hidden += -hidden % heads
     sizes: dict[str, Any] = {
@@ -154,24 +164,26 @@ def _model(vocab: int, chains: list[list[int]], end: int) -> LlamaForCausalLM:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm, model.model.norm):
             norm.weight.fill_(1.0)
         embed, attention = model.model.embed_tokens.weight, layer.self_attn
-        embed[:, :vocab] = torch.eye(vocab)
+        embed[:, :DIM] = codes
         embed[:, one] = 1.0
-        scale = (hidden / 2) ** 0.5  # of a vector with two ones, after its norm
+        scale = (hidden / 2) ** 0.5  # of a code and a one, after their norm
         for head in range(heads):
-            start, distance = head * DIM, head // SLICES + 1
+            start, distance, place = head * DIM, head + 1, (head + 1) * DIM
             attention.q_proj.weight[start : start + DIM // 2, one] = SHARP / scale
             attention.k_proj.weight[start : start + DIM // 2, one] = torch.cos(distance * theta) / scale
             attention.k_proj.weight[start + DIM // 2 : start + DIM, one] = torch.sin(distance * theta) / scale
-        for back in range(BACK):
-            rows, place = back * SLICES * DIM, (back + 1) * vocab
-            attention.v_proj.weight[rows : rows + vocab, :vocab] = torch.eye(vocab) / scale
-            attention.o_proj.weight[place : place + vocab, rows : rows + vocab] = torch.eye(vocab)
-        size, mlp = (hidden / (BACK + 2)) ** 0.5, layer.mlp  # of each one of the MLP's input, after its norm
+            attention.v_proj.weight[start : start + DIM, :DIM] = torch.eye(DIM) / scale
+            attention.o_proj.weight[place : place + DIM, start : start + DIM] = torch.eye(DIM)
+        size, mlp = (
+            (hidden / (BACK + 2)) ** 0.5,
+            layer.mlp,
+        )  # of each code and the one of the MLP's input, after its norm
+        off = (1 - ALIKE) / 2  # from the sum where all tokens match, and from the largest where one does not
         for unit, (chain, at) in enumerate(places):
-            mlp.gate_proj.weight[unit, one] = -STEEP * (BACK + 0.5) / size
+            mlp.gate_proj.weight[unit, one] = -STEEP * (BACK + 1 - off) / size
             mlp.up_proj.weight[unit, one] = 1 / size
-            mlp.down_proj.weight[following + chain[at], unit] = 2 / STEEP
+            mlp.down_proj.weight[following + chain[at], unit] = 1 / (STEEP * off)
             for back in range(BACK + 1):
-                mlp.gate_proj.weight[unit, back * vocab + chain[at - 1 - back]] = STEEP / size
+                mlp.gate_proj.weight[unit, back * DIM : (back + 1) * DIM] = STEEP / size * codes[chain[at - 1 - back]]
         model.lm_head.weight[:, following : following + vocab] = SURE * torch.eye(vocab)
     return model

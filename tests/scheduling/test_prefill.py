@@ -164,7 +164,7 @@ def test_a_crowd_of_short_prompts_comes_in_quickly(joined: int, after: list[int]
     """Four budgets in a step where four times as many wait as run; a long prompt among them is fed by its budget."""
     scheduler = Scheduler(with_prefix_cache(tiny_engine(k=3, batch=6, max_length=260, prefill_batch_tokens=joined), 32))
     call = CallPlan((), GREEDY, lambda made: 3, joined=True)
-    requests = [Turn(HEAD[place : place + 20], 60).request() for place in range(5)]
+    requests = [Turn(HEAD[place : place + 20], 30).request() for place in range(5)]
     for request in requests[:1]:
         scheduler.add(request, call)
     scheduler.step()
@@ -177,7 +177,7 @@ def test_a_crowd_of_short_prompts_comes_in_quickly(joined: int, after: list[int]
     assert [*seen, len(scheduler._rows)] == after
     finish(scheduler)
     assert [found(request)[0] for request in requests] == [
-        fresh_long(Turn(HEAD[at : at + 20], 60))[0] for at in range(5)
+        fresh_long(Turn(HEAD[at : at + 20], 30))[0] for at in range(5)
     ]
 
 

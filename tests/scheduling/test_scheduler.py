@@ -68,8 +68,8 @@ def texts(requests: list[Request]) -> list[list[int]]:
 def test_speculative_text_is_plain_text(device: str, k: int) -> None:
     engine = tiny_engine(k=k, device=device)
     rows = prompts(6)
-    plain = run(engine, rows, 60, k=0)
-    drafted = run(engine, rows, 60, k=k)
+    plain = run(engine, rows, 36, k=0)
+    drafted = run(engine, rows, 36, k=k)
     assert texts(drafted) == texts(plain)
     assert 0 < sum(request.accepted for request in drafted) < sum(request.drafted for request in drafted)
 
@@ -124,13 +124,13 @@ def test_sampled_rows_depend_on_their_seed_alone(device: str) -> None:
 @pytest.mark.parametrize("device", devices())
 def test_any_page_order_gives_the_same(device: str) -> None:
     rows = prompts(6, seed=5)
-    expected = texts(run(tiny_engine(device=device), rows, 50))
+    expected = texts(run(tiny_engine(device=device), rows, 34))
     pages = tiny_engine().pages.num_pages
     for seed in range(3):
         order = random.Random(seed).sample(range(1, pages), pages - 1)
-        assert texts(run(tiny_engine(order=order, device=device), rows, 50)) == expected
+        assert texts(run(tiny_engine(order=order, device=device), rows, 34)) == expected
     for page_size in (1, 7, 64):
-        assert texts(run(tiny_engine(page_size=page_size, device=device), rows, 50)) == expected
+        assert texts(run(tiny_engine(page_size=page_size, device=device), rows, 34)) == expected
 
 
 def test_rows_wait_until_their_pages_fit() -> None:

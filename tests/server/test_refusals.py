@@ -55,7 +55,7 @@ def get(server: Running, path: str, headers: dict[str, str] | None = None) -> tu
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("suffix", "x", "suffix is not supported. No text is inserted before another"),
+        ("suffix", "x", "suffix is not supported. Text is only added at the end of a prompt"),
         ("best_of", 65, "best_of"),
         ("n", 0, "n: .*greater than or equal to 1, got '0'"),
         ("n", 65, "n"),
@@ -115,8 +115,8 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
         ("audio", {}, "audio is not supported"),
         ("functions", [], "functions is not supported"),
         ("response_format", {"type": "xml"}, "^response_format.type: .*'json_object'"),
-        ("response_format", {"type": "json_schema"}, "of type json_schema, and no other, has a json_schema"),
-        ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}, "and no other"),
+        ("response_format", {"type": "json_schema"}, "must have json_schema if its type is json_schema"),
+        ("response_format", {"type": "text", "json_schema": {"name": "x", "schema": {}}}, "and only then"),
         (
             "response_format",
             {"type": "json_schema", "json_schema": {"name": "x"}},
@@ -133,9 +133,9 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
         (
             "chat_template_kwargs",
             {"chat_template": "{{ 1 }}"},
-            "the template, but chat_template is not one",
+            "may not set chat_template, which the server sets",
         ),
-        ("chat_template_kwargs", {"tokenize": False}, "tokenize is not one"),
+        ("chat_template_kwargs", {"tokenize": False}, "may not set tokenize"),
         ("top_logprobs", 2, "top_logprobs needs logprobs=true"),
         ("max_completion_tokens", 5, "mean the same, got 4 and 5; give one"),
         ("continue_final_message", True, "set add_generation_prompt to false"),
@@ -156,9 +156,9 @@ def test_a_field_of_a_completion_is_named(server: Running, field: str, value: An
             [{"role": "user", "content": "fail:" + "x"}],
             "template refuses these messages: ZeroDivisionError",
         ),
-        ("chat_template_kwargs", {"messages": []}, "messages is not one"),
-        ("chat_template_kwargs", {"conversations": []}, "conversations is not one"),
-        ("messages", [{"role": "user", "content": "x" * 500}], "are all that prompt and answer may"),
+        ("chat_template_kwargs", {"messages": []}, "may not set messages"),
+        ("chat_template_kwargs", {"conversations": []}, "may not set conversations"),
+        ("messages", [{"role": "user", "content": "x" * 500}], "prompt and answer together may have"),
     ],
 )
 def test_a_field_of_a_chat_is_named(server: Running, field: str, value: Any, says: str) -> None:
@@ -210,7 +210,7 @@ def test_requests_beyond_a_limit_are_refused(gen: FastSpecGenerator) -> None:
         for field, value in (("n", 4), ("prompt", ["x"] * 4)):  # later would be no better
             status, answer = post(server, {**TEXT, field: value})
             assert (status, answer["error"]["param"]) == (400, field)
-            assert "4 answers at once are asked for, and 3 may be" in answer["error"]["message"]
+            assert "the request asks for 4 answers, and 3 are allowed at once" in answer["error"]["message"]
         server.service._running = 1
         status, answer = post(server, {**TEXT, "n": 3})
         assert (status, answer["error"]["type"]) == (429, "rate_limit_error")

@@ -20,8 +20,8 @@ class ValueSource(NamedTuple):
     Attributes:
         halves: int16 view of `PackedCodes.words`.
         factors: `PackedCodes.factors`, fp32 [N].
-        scales: view of `PackedCodes.scales` in fp16 or fp32, for fp4 in bf16. None if each row has one scale.
-        zeros: bf16 view of `PackedCodes.zeros`. None if that is None.
+        scales: view of `PackedCodes.scales`, bf16 for codes in fp4, else fp16 or fp32. None if each row has one scale.
+        zeros: bf16 view of `PackedCodes.zeros`. None if there are no zeros.
     """
 
     halves: Any

@@ -429,12 +429,12 @@ class Compilers(Executor):
                 self._places.put(place)
 
     def _compile_behind(self, job: bytes, early: bool) -> None:
-        """Has a compiling process compile a job, and waits for it. Compiles nothing if all these processes have ended.
+        """Compiles a job in a process, and waits for it. Compiles nothing if all compiling processes have ended.
 
         Args:
             job: text of the job.
-            early: True to begin as soon as a process is free. False to wait first until no kernel of `submit` waits for
-                a free compiler.
+            early: True: begins as soon as a process is free. False: waits before that until all kernels of `submit`
+                have begun to compile.
         """
         with self._all_begun:
             self._all_begun.wait_for(lambda: early or self._not_begun <= 0)

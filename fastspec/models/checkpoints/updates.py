@@ -196,7 +196,7 @@ def checked_update(values: NewWeights, weights: PendingWeights) -> WeightUpdate:
 
 
 def own_update(weights: PendingWeights) -> WeightUpdate:
-    """Returns an update that restores the values of the model's own checkpoint, which has files."""
+    """Returns an update that restores the values in the files of the model's own checkpoint."""
     checkpoint, loader = weights.checkpoint, weights.loader
     source = own_part(source_of(checkpoint), checkpoint)
     return WeightUpdate(source, frozenset(tensor_shapes(checkpoint.native)), True, loader)

@@ -157,7 +157,7 @@ def checked_hosted_update(values: NewWeights, weights: HostedWeights) -> HostedU
 
 
 def own_hosted_update(weights: HostedWeights) -> HostedUpdate:
-    """Returns an update that restores the values of the model's own checkpoint, which is a directory."""
+    """Returns an update that restores the values in the directory of the model's own checkpoint."""
     checkpoint = weights.checkpoint
     return _of_directory(checkpoint, _codes_of(checkpoint, weights), weights)
 

@@ -71,7 +71,7 @@ class BackgroundRun:
                 self._add(event)
         finally:
             if not self._built.ended:  # an error of this server, or the end of the event loop, has stopped it
-                for event in self._built.failed(Refusal("the server made an error; ask again", status=500)):
+                for event in self._built.failed(Refusal("the server failed; ask again", status=500)):
                     self._add(event)
             self._job.close()
             self._ended()

@@ -89,7 +89,7 @@ class TextFormat(BaseModel):
     def response_format(self) -> dict[str, Any]:
         """This format as a chat's `response_format`."""
         if (self.type == "json_schema") != (self.content is not None and self.name is not None):
-            raise Refusal("text.format of type json_schema, and no other, has a name and a schema", "text")
+            raise Refusal("text.format must have name and schema if its type is json_schema, and only then", "text")
         if self.content is None:
             return {"type": self.type}
         return {"type": self.type, "json_schema": {"name": self.name, "schema": self.content}}

@@ -129,7 +129,9 @@ def response_routes(service: Service, noted: set[str]) -> Iterator[Route]:
     async def cancel(request: Request) -> Response:
         found = _stored(service, request)
         if found.run is None:
-            raise Refusal("only responses of background=true can be cancelled; close the connection of others", "id")
+            raise Refusal(
+                "only responses of background=true can be cancelled; to stop another one, close its connection", "id"
+            )
         found.run.cancel()
         await found.run.end()
         return JSONResponse(found.body)
@@ -219,8 +221,8 @@ def _with_room(service: Service, conversation: StoredConversation, field: str) -
     """Raises Refusal if a conversation has more bytes than a request's body may have. `field`: named by the error."""
     if conversation.size > service.limits.body:
         raise Refusal(
-            f"the conversation has {conversation.size} bytes, and {service.limits.body} are the most; delete items, "
-            "begin another one, or serve with --limit body=BYTES",
+            f"the conversation has {conversation.size} bytes, and at most {service.limits.body} are allowed; delete "
+            "items, begin another one, or serve with --limit body=BYTES",
             field,
         )
 

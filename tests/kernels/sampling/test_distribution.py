@@ -172,8 +172,9 @@ def test_ties_are_kept_as_torch_keeps_them(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", devices())
-def test_small_k_among_many_groups(device: str) -> None:
+def test_small_k_among_many_groups(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bound by sets of groups: likely ids all over the line, all in one set, and far apart."""
+    chunks_of(1024, monkeypatch)
     vocab = 4000
     spread = logits_for(4, 1, 0, vocab, device, 4.0)[0]
     for logits in (spread, spread.sort(descending=True).values, spread * 50.0):
@@ -423,14 +424,15 @@ def test_planted_bugs_are_seen(name: str, bug: Any, monkeypatch: pytest.MonkeyPa
         if hasattr(place, name):
             monkeypatch.setattr(place, name, bug)
     with pytest.raises(AssertionError):
-        all_of_it()
+        all_of_it(monkeypatch)
 
 
-def all_of_it() -> None:
+def all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a bug should show in."""
     test_ties_are_kept_as_torch_keeps_them("cpu")
     compare(with_options(40, 2, 0, "cpu", top_k=20, top_p=0.95, min_p=0.1), logits_for(1, 2, 0, 40, "cpu")[0])
     compare(with_options(400, 1, 0, "cpu", top_k=4), logits_for(1, 1, 0, 400, "cpu", 200.0)[0])
+    test_random_mixes_of_options_equal_the_definition("cpu")
+    chunks_of(1024, monkeypatch)
     for options in ({"top_k": 40}, {"top_k": 600}, {"top_p": 0.6}):
         compare(with_options(4000, 1, 0, "cpu", **options), logits_for(1, 1, 0, 4000, "cpu", 4.0)[0])
-    test_random_mixes_of_options_equal_the_definition("cpu")

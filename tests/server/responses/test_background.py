@@ -120,7 +120,7 @@ def test_time_and_errors_end_a_response(gen: FastSpecGenerator, monkeypatch: pyt
         end = time.monotonic() + HANGS
         while (told := json.loads(get(server, path, keys[0])[1]))["status"] in ("queued", "in_progress"):
             assert time.monotonic() < end
-        assert (told["status"], told["error"]["message"]) == ("failed", "the server made an error; ask again")
+        assert (told["status"], told["error"]["message"]) == ("failed", "the server failed; ask again")
         assert post(server, {}, f"responses/{made['id']}/cancel", keys[1])[0] == 404, "of another key"
         assert server.service.running == 0
 

@@ -226,7 +226,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"type": "function_call", "name": "x"}]}, "input", "input[0].arguments must be a text, got 'None'"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input", "only by the server that wrote it"),
     ({"input": [{"type": "item_reference", "id": "msg_x"}]}, "input", "this server keeps no responses: send the item"),
-    ({"input": "x" * 500}, "input", "are all that prompt and answer may have"),
+    ({"input": "x" * 500}, "input", "prompt and answer together may have"),
     ({"max_output_tokens": 500}, "max_output_tokens", "max_output_tokens must be at most"),
     ({"previous_response_id": "resp_x"}, "previous_response_id", "serve with --response-store N"),
     ({"background": True}, "background", "serve with --response-store N, or send stream=true"),
@@ -253,7 +253,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "tools",
         "the chat template shows no known format of tool calls",
     ),
-    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "and no other, has a name and a schema"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text", "must have name and schema if its type is"),
     (
         {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "y"}}}},
         "text",
