@@ -306,7 +306,8 @@ class Controller:
         if self._budget < self._patience * cost:
             return None
         self._budget = self._patience * cost  # a large unused budget must not allow many probes in a row
-        if probe.k and self.k == 0:
+        if self.k == 0:
+            self._budget = cost  # so with more patience, probes of a draft that never pays take a smaller share of time
             self.acceptance.fade(_OLD_PROBE)
         return probe
 
