@@ -175,6 +175,8 @@ class Behind(Executor):
         others = [job for number, job in enumerate(jobs) if number % self._ranks != self._rank]
         with self._changing:
             self._waiting += [*own, *reversed(others)]
+            # a kernel that waits for early ones must not stand before them
+            self._waiting.sort(key=lambda each: each[0] not in self._early | self._needed)
             more = max(0, min(threads - self._running, len(self._waiting)))
             self._running += more
         for _ in range(more):

@@ -150,6 +150,19 @@ def test_a_kernel_behind_waits_until_the_early_ones_are_compiled_unless_a_launch
     assert asked.jobs == ["early early", "b", "a"]
 
 
+def test_early_kernels_that_come_late_are_compiled_before_the_others() -> None:
+    asked = Asked()
+    behind = Behind(asked, EARLY_PART)
+    for begin, names in ((behind.begin, "abcd"), (behind.begin_early, "ef")):
+        for name in names:
+            behind.submit(call(name))
+        begin()
+    asked.go.set()
+    ended(behind)
+    assert sorted(asked.jobs) == ["a", "b", "c", "d", "e early", "f early"]
+    assert asked.jobs[-1] == "d"  # the threads may have taken the three before it already
+
+
 def test_cancelled_early_kernels_hold_up_no_other() -> None:
     asked = Asked()
     behind = Behind(asked, EARLY_PART)
