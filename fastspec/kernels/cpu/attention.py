@@ -322,12 +322,15 @@ def _attended(query: Tensor, call: AttendCall, part: Range, work: CpuWork) -> Te
         sink = call.sinks.float().view(kv_heads, group, 1, 1).expand(-1, -1, part.tile, _SINKS).flatten(1, 2)
         scores = torch.cat((scores, sink.index_fill(-1, work.not_sinks, -torch.inf)), -1)
     weights = torch.softmax(scores, -1)
-    out = torch.zeros_like(q)
-    for low in range(0, part.high - part.low, KEY_BLOCK):
-        count = min(KEY_BLOCK, part.high - part.low - low)
+    out, seen = torch.zeros_like(q), part.high - part.low
+    copied = part.start is None or call.values.dtype != torch.float32  # then `v` is no view of the cache
+    if copied:
+        v[:, seen:] = 0.0  # values that no query sees may be NaN
+    for low in range(0, seen, KEY_BLOCK):
+        count = min(KEY_BLOCK, seen - low)
         size = next(size for size in work.sizes if size >= count)
-        of_block = v[:, low : low + count]
-        if size > count:
+        of_block = v[:, low : low + (size if copied else count)]
+        if of_block.shape[1] < size:
             of_block = F.pad(of_block, (0, 0, 0, size - count))
         out.baddbmm_(weights[..., low : low + size], of_block)
     out = out.view(kv_heads, group, part.tile, dim).permute(2, 0, 1, 3)
