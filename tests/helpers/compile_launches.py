@@ -2,7 +2,8 @@
 
 Usage: python -m tests.helpers.compile_launches 90 attention_long
        python -m tests.helpers.compile_launches 86 attention_long,steps 80    without the launches of sm_80
-       python -m tests.helpers.compile_launches 80 steps --sample             one launch of each kind and element size
+       python -m tests.helpers.compile_launches 80 steps,prompts --sample     one launch of each kind
+       python -m tests.helpers.compile_launches 90 steps --sample prompts     of kinds that the last ones do not have
 """
 
 from __future__ import annotations
@@ -19,15 +20,18 @@ import torch
 from tests.helpers import recorder
 from tests.helpers.compile_some import kind
 from tests.helpers.launches import GROUPS
-from tests.helpers.machine_code import one_by_one, spilled_bytes
+from tests.helpers.machine_code import assembled, one_by_one, spilled_bytes
 from tests.helpers.recorder import Launch, first_of_each
 
 MMA = ("mma.sync", "wgmma", "tcgen05.mma")
+PACKED = ("products", "tails")  # groups of the packed products
+SIZES = {"K", "KT", "M", "N", "OWN", "S", "STAGES"}  # how often a packed product does what it does
+FUSED = {"DTYPE", "GATED", "PAIRWISE", "PDL", "REGROUP", "STAY"}  # what it does with its sums
 
 
 def report(launch: Launch, arch: int) -> dict[str, Any]:
     """What a launch is, and what its machine code is made of."""
-    code, arguments = recorder.compiled(launch), launch.arguments
+    (code, said), arguments = assembled(lambda: recorder.compiled(launch)), launch.arguments
     ptx, out = code.asm["ptx"], arguments.get("out_ptr", arguments.get("out"))
     return {
         "call": launch.call,
@@ -39,7 +43,7 @@ def report(launch: Launch, arch: int) -> dict[str, Any]:
         "threads": 32 * code.metadata.num_warps,
         "shared": code.metadata.shared,
         "spills": spilled_bytes(code.asm["cubin"]),
-        "one_by_one": one_by_one(ptx, arch),
+        "one_by_one": one_by_one(ptx, arch, said),
         "mma": any(kind in ptx for kind in MMA),
         "tf32": "tf32" in ptx,
         "waits_first": 0 <= ptx.find("griddepcontrol.wait") < ptx.find("griddepcontrol.launch_dependents"),
@@ -122,16 +126,46 @@ def recorded(arch: int, group: str) -> Iterator[Launch]:
     yield from first_of_each(recorder.record(arch, lambda: GROUPS[group](arch)), recorder.specialised)
 
 
+def kinds(launch: Launch) -> set[object]:
+    """What a sample of launches has one of: kernels, by type and size of their elements."""
+    return {(kind(launch), element(launch))}
+
+
+def parts(launch: Launch) -> set[object]:
+    """What a sample of packed products has one of: tiles, and what is done with their sums."""
+    tile, fused = [("warps", launch.options.get("num_warps"))], list[tuple[str, object]]()
+    tile.append(("registers", launch.options.get("maxnreg")))
+    for name, value in launch.arguments.items():
+        if name.endswith("_desc"):  # a tile has one for each width that it is made of
+            tile.append((name, value is not None))
+        elif not name.isupper():
+            fused.append((name, value is not None))
+        elif name not in SIZES:
+            (fused if name in FUSED else tile).append((name, str(value)))
+    return {(launch.name, *tile), (launch.name, *fused)}
+
+
+def sample(arch: int, groups: list[str], beside: list[str]) -> Iterator[tuple[str, Launch]]:
+    """(group, launch) of launches of a kind that no earlier one has, nor one of the groups `beside`."""
+    seen = set[object]()
+    for group in (*beside, *groups):
+        for launch in recorded(arch, group):
+            found = parts(launch) if group.startswith(PACKED) else kinds(launch)
+            if group in groups and not found <= seen:
+                yield group, launch
+            seen |= found
+
+
 def main() -> None:
-    arch, groups = int(sys.argv[1]), sys.argv[2].split(",")
-    sample = sys.argv[3:] == ["--sample"]
-    others = [] if sample else [*map(int, sys.argv[3:])]
+    arch, groups, more = int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:]
+    if more[:1] == ["--sample"]:
+        for group, launch in sample(arch, groups, more[1].split(",") if more[1:] else []):
+            describe(launch, arch, group)
+        return
+    others = map(int, more)
     known = {recorder.specialised(launch) for other in others for group in groups for launch in recorded(other, group)}
     for group in groups:
-        launches = recorded(arch, group)
-        if sample:
-            launches = first_of_each(launches, lambda each: (kind(each), element(each)))
-        for launch in launches:
+        for launch in recorded(arch, group):
             if recorder.specialised(launch) not in known:
                 describe(launch, arch, group)
 
@@ -139,7 +173,7 @@ def main() -> None:
 def describe(launch: Launch, arch: int, group: str) -> None:
     """Prints what one launch compiles to."""
     found = report(launch, arch)
-    if group.startswith(("products", "tails")) or group == "quantised":
+    if group.startswith(PACKED) or group == "quantised":
         found |= packed_facts(launch.name, recorder.compiled(launch).asm["ptx"])
     if group == "portable_whole":
         product = launch.name not in ("norm_kernel", "_norm_kernel")

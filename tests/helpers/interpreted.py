@@ -128,19 +128,26 @@ def _make_shapes_once() -> None:
     from triton.language import core
 
     made: dict[tuple[int, ...], tuple[Any, ...]] = {}
+    ours: dict[int, tuple[Any, ...]] = {}  # by the address of a shape that stays in `made`
 
     def of_shape(shape: Any) -> tuple[Any, ...]:
+        if id(shape) in ours:
+            return ours[id(shape)]
         sizes = tuple(core._unwrap_if_constexpr(size) for size in shape)
         if sizes not in made:
             count = core.validate_block_shape(sizes)
             constants = core.tuple([core.constexpr(size) for size in sizes])
-            made[sizes] = core.tuple(sizes), constants, count, core.constexpr(count)
+            made[sizes] = found = core.tuple(sizes), constants, count, core.constexpr(count)
+            ours.update({id(found[0]): found, id(found[1]): found})
         return made[sizes]
+
+    of_scalars = of_shape(())
 
     class Block(core.block_type):  # type: ignore[misc]
         def __init__(self, element_ty: Any, shape: Any) -> None:
             self.element_ty = element_ty
-            self.shape, _, self.numel, _ = of_shape(shape)
+            self.made = of_shape(shape)
+            self.shape, _, self.numel, _ = self.made
             if not self.shape:
                 raise TypeError("0d block_type is forbidden")
 
@@ -150,7 +157,7 @@ def _make_shapes_once() -> None:
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
-        _, self.shape, _, self.numel = of_shape(type.shape if type.is_block() else ())
+        _, self.shape, _, self.numel = type.made if type.is_block() else of_scalars
 
     core.block_type.__init__, core.block_type.name = Block.__init__, Block.name
     core.tensor.__init__ = tensor

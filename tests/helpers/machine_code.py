@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +40,23 @@ def spilled_bytes(cubin: bytes) -> int:
     return int(found[1]) + int(found[2])
 
 
-def one_by_one(ptx: str, arch: int) -> bool:
+def assembled(compiled: Callable[[], Any]) -> tuple[Any, str]:
+    """What is compiled, and what the assembler said of it: nothing if the code was in Triton's cache."""
+    with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as said:
+        knobs.nvidia.dump_ptxas_log = True
+        return compiled(), said.getvalue()
+
+
+def one_by_one(ptx: str, arch: int, said: str = "") -> bool:
     """Whether each product of a warp group waits for the one before it, as the assembler says that it has to.
 
     It does where a register that products under way read is written before they are awaited.
+
+    said: what it said when it made the machine code; if nothing, it is asked again.
     """
     if "wgmma" not in ptx:
         return False
     options = ("-v", f"--gpu-name=sm_{arch}a", "-o", os.devnull)
-    said = _said_of(ptx.encode(), knobs.nvidia.ptxas, *options)
+    said = said or _said_of(ptx.encode(), knobs.nvidia.ptxas, *options)
     assert "registers" in said, said  # it does say what it finds
     return "wgmma.mma_async instructions are serialized" in said

@@ -356,11 +356,11 @@ def test_logits_of_few_positions_are_in_memory_at_a_time(
 def test_other_requests_go_on_meanwhile(drafting: FastSpecGenerator) -> None:
     prompts = prompts_of(VOCAB)
     drawn = sampled(drafting, prompts)
-    handles = [drafting.submit(prompt, max_new_tokens=60, eos_token_id=[], logprobs=True) for prompt in prompts]
+    handles = [drafting.submit(prompt, max_new_tokens=30, eos_token_id=[], logprobs=True) for prompt in prompts]
     found = scored(drafting, prompts, drawn.new_tokens)
     assert same(found.logprobs, drawn.logprobs)
     beside = [handle.result() for handle in handles]
-    alone = sampled(drafting, prompts, do_sample=False, max_new_tokens=60)
+    alone = sampled(drafting, prompts, do_sample=False, max_new_tokens=30)
     assert [each.new_tokens[0] for each in beside] == alone.new_tokens
     assert same([each.logprobs[0] for each in beside if each.logprobs], alone.logprobs)
 

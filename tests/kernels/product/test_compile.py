@@ -25,20 +25,25 @@ SPILLS = {
 LAYERS = [f"products_{first}" for first in range(0, 15, 3)]
 AS_80 = 86  # launches what sm_80 does, but for what a test below compiles
 PRODUCTS = (*LAYERS, "products_fp16")
-# the others are of other widths; all run with --nightly
-DAILY = {80: ("products_0",), 90: ("products_0", "products_6", "products_9", "products_fp16"), 100: ("products_0",)}
+OF_HOPPER = ("tails_4096", "tails_2048", "tails_896", "products_trees")
+# compile whole every day, and of the others those that have a tile of their own or do something else with sums
+DAILY = {80: ("products_0",), 90: ("products_0", "tails_4096"), 100: ("products_0",)}
 CASES = [
     pytest.param(arch, group, marks=[] if group in DAILY.get(arch, ()) else [pytest.mark.slow])
     for arch in SHARED_LIMIT
-    for group in PRODUCTS
+    for group in (*PRODUCTS, *(OF_HOPPER if arch == 90 else ()))
 ]
-TAILS = [(90, "tails_4096"), pytest.param(90, "tails_2048", marks=pytest.mark.slow), (90, "tails_896")]
-TREES = [(90, "products_trees")]
 
 
-@pytest.mark.parametrize(("arch", "group"), [*CASES, *TAILS, *TREES])
+@pytest.mark.parametrize(("arch", "group"), CASES)
 def test_every_launch_compiles_to_what_it_is_meant_to_be(arch: int, group: str) -> None:
     _check(module_output("tests.helpers.compile_launches", str(arch), group), arch)
+
+
+def test_every_tile_compiles_to_what_it_is_meant_to_be() -> None:
+    others = [group for group in (*PRODUCTS, *OF_HOPPER) if group not in DAILY[90]]
+    given = ",".join(others), "--sample", ",".join(DAILY[90])
+    _check(module_output("tests.helpers.compile_launches", "90", *given), 90)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from fastspec.kernels.recurrent.gated_norm import gated, gated_norm
 from fastspec.kernels.reference.recurrent import KeptState
 
 RULE = DeltaRule(key_heads=2, value_heads=4, key_dim=16, value_dim=24, width=4)
-WIDE = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=80, width=3)  # a head in several programs
+WIDE = DeltaRule(key_heads=1, value_heads=2, key_dim=128, value_dim=40, width=3)  # a head in several programs
 OF_CHANNELS = DeltaRule(key_heads=2, value_heads=2, key_dim=16, value_dim=24, width=4, by_channel=True)
 RULES = {"head": RULE, "channel": OF_CHANNELS, "bounded": OF_CHANNELS._replace(floor=-5.0)}
 DRAFTS = 4
