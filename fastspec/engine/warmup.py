@@ -115,13 +115,14 @@ def steps_of_options(engine: Engine, rows: int, choice: DraftChoice) -> list[tup
 def _choose_reading(engine: Engine) -> None:
     """Runs `choose_reading` for the engine's models.
 
-    This happens before any CUDA graph is captured, and before any request uses the KV cache pages.
+    This happens before any CUDA graph is captured, and before any request uses KV cache pages or recurrent states.
     """
     chunk, pages = engine.sizes.chunks[0], engine.state.block_table.shape[1]
     shape = engine.shapes.chunk(chunk, chunk, GREEDY)
+    modules, row = engine.modules, engine.state.state_rows[:1]
     with engine.on_device():
-        free = torch.arange(1, pages + 1, device=engine.state.lengths.device)[None]
-        choose_reading(engine.modules.target, engine.modules.proposer, shape, engine.shapes.tiling, free)
+        free = torch.arange(1, pages + 1, device=row.device)[None]
+        choose_reading(modules.target, modules.proposer, shape, engine.shapes.tiling, free, row)
 
 
 def compilers_for(

@@ -97,6 +97,14 @@ class ConfigFields:
         # a family's config class declares only its own fields, and transformers itself reads others in this way
         return getattr(self.config, field, None)
 
+    def expect(self, field: str, wanted: object) -> None:
+        """Refuses a config whose field has another value than `wanted`. A missing field is accepted.
+
+        It is for fields that a publisher's code reads and that transformers does not read.
+        """
+        if (value := self.get(field)) not in (None, wanted):
+            self.refuse(field, value, repr(wanted))
+
     def of_first_layer(self) -> ConfigFields:
         """Returns the fields of the first layer if the config has fields for each layer. Else returns these fields."""
         own = self.get("per_layer_config") if self.get("is_heterogeneous") else None

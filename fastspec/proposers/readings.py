@@ -17,7 +17,9 @@ from fastspec.proposers.interface import drafter_of
 from fastspec.shapes import ForwardBatch, StepShape, Tiling
 
 
-def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor) -> None:
+def choose_reading(
+    target: CausalModel, proposer: object, shape: StepShape, tiling: Tiling, pages: Tensor, state_rows: Tensor
+) -> None:
     """Chooses the target layers that a head reads, if its config allows several choices (readings).
 
     The reading is chosen with which the head's first draft tokens agree with the target most often. A warning names it.
@@ -29,11 +31,12 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
         shape: shape of a prefill pass of `shape.tiling.queries` tokens.
         tiling: tile shapes of the matrix products of a decode step.
         pages: int64 [1, P], KV cache pages that no request uses.
+        state_rows: int64 [1], index of recurrent states that no request uses.
     """
     head = drafter_of(proposer)
     if not isinstance(head, ChainDrafts) or len(head.readings) < 2:
         return
-    shares = _accepted(target, head, shape, tiling, pages)
+    shares = _accepted(target, head, shape, tiling, pages, state_rows)
     best = max(range(len(shares)), key=lambda index: shares[index])  # the first of equal ones
     tried = "; ".join(
         f"boundaries {described(reading)}: {share:.0%}" for reading, share in zip(head.readings, shares, strict=True)
@@ -48,7 +51,9 @@ def choose_reading(target: CausalModel, proposer: object, shape: StepShape, tili
     )
 
 
-def _accepted(target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: Tiling, pages: Tensor) -> list[float]:
+def _accepted(
+    target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: Tiling, pages: Tensor, state_rows: Tensor
+) -> list[float]:
     """Returns one share (0 to 1) for each reading of the head.
 
     It is the share of positions of a text at which the head's first draft token is the target's most probable token.
@@ -63,7 +68,7 @@ def _accepted(target: CausalModel, head: ChainDrafts, shape: StepShape, tiling: 
 
     def rows(ids: Tensor, upto: int) -> ForwardBatch:
         mask = places < upto
-        return shape.forward_batch(ids, torch.where(mask, places, 0), mask, pages)
+        return shape.forward_batch(ids, torch.where(mask, places, 0), mask, pages, state_rows)
 
     wanted = [head.layers_of(reading) for reading in head.readings]
     layers = tuple(dict.fromkeys(layer for each in wanted for layer in each))

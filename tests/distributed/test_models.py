@@ -75,6 +75,16 @@ def hybrid_experts(path: Path, target: str) -> Options:
     return {"pair": (str(path), None), "lookup": True}
 
 
+def hybrid_with(head: Callable[..., Options]) -> Callable[..., Options]:
+    """A way in which a target with recurrent layers and experts has a head."""
+
+    def way(path: Path, target: str) -> Options:
+        made = hybrid_experts(path / "hybrid", target)
+        return head(path / "head", made["pair"][0])
+
+    return way
+
+
 def hosted(path: Path, target: str, name: str = "gpt_neox") -> Options:
     config = tiny_config(name)
     fill(hosted_info(config).kind(config)).save_pretrained(path)
@@ -94,12 +104,17 @@ WAYS: dict[str, Callable[..., Options]] = {
     "experts, and an MTP layer of experts": mixture_with_mtp,
     "experts with biases": mixture,
     "recurrent layers and experts": hybrid_experts,
+    "recurrent layers, and EAGLE-3": hybrid_with(eagle3),
+    "recurrent layers, and DFlash": hybrid_with(dflash_shared),
     "hosted, and its own draft": hosted,
     "hosted experts": hosted_experts,
 }
 
 
-SLOW = ("EAGLE-3", "MTP layer", "experts with biases", "hosted experts")
+SLOW = (
+    *("EAGLE-3", "MTP layer", "experts with biases", "hosted experts"),
+    *("recurrent layers, and EAGLE-3", "recurrent layers, and DFlash"),
+)
 QUICK = [way for way in WAYS if way not in SLOW]
 
 

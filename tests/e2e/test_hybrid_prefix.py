@@ -18,6 +18,8 @@ from fastspec.models.interface import states_of
 from fastspec.scheduling.requests import CallPlan, Request
 from fastspec.scheduling.scheduler import Scheduler
 from fastspec.shapes import GREEDY
+from tests.helpers.dflash import Head, write_z_lab
+from tests.helpers.heads import eagle3_tensors, write_eagle3
 from tests.helpers.hybrid import VOCAB, make_hybrid
 from tests.helpers.mtp import add_to, random_mtp, stored_names
 from tests.helpers.scheduling import check_pages
@@ -27,26 +29,29 @@ OPTIONS: dict[str, Any] = {
     **{"max_length": 400, "page_size": 16, "dtype": "float32", "device": "cpu", "progress": False},
     **{"max_batch_size": 1, "num_speculative_tokens": 3},
 }
-KINDS = ("plain", "itself", "other", "mtp")
+KINDS = ("plain", "itself", "other", "mtp", "eagle3", "dflash")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A hybrid with an MTP layer, and a smaller one."""
+    """A hybrid with an MTP layer, a smaller one, and heads."""
     path, target = tmp_path_factory.mktemp("hybrid"), make_hybrid("qwen3_5", num_hidden_layers=2, layer_types=_LAYERS)
     target.save_pretrained(path / "target")
     add_to(path / "target", stored_names("mtp", random_mtp(target, neutral=0.0), 0))
     make_hybrid("next", 9, num_hidden_layers=1, layer_types=_LAYERS[:1]).save_pretrained(path / "other")
+    write_eagle3(path / "eagle3", eagle3_tensors(vocab=VOCAB, read=3), vocab=VOCAB, eagle_config=_READ)
+    write_z_lab(path / "dflash", Head(target.config.hidden_size, VOCAB, target_layers=2))
     return path
 
 
 _LAYERS = ["linear_attention", "full_attention"]
+_READ = {"layer_ids": [0, 1, 2]}
 
 
 def a_generator(root: Path, kind: str, **options: Any) -> FastSpecGenerator:
-    draft = {"plain": None, "itself": root / "target", "other": root / "other", "mtp": "mtp"}[kind]
+    draft = {"plain": None, "itself": root / "target", "mtp": "mtp"}.get(kind, root / kind)
     k = {} if draft else {"num_speculative_tokens": 0}
     return FastSpecGenerator(root / "target", draft, **{**OPTIONS, **k, **options})
 
@@ -93,6 +98,7 @@ def test_chats_go_on_and_branch_off_as_in_a_fresh_generator(
         found, wanted = output(gen, prompt), output(fresh, prompt)
         assert found.new_tokens == wanted.new_tokens
         assert found.stats.acceptance_rate == wanted.stats.acceptance_rate
+        assert torch.equal(engine_of(gen).state.draft_tokens, engine_of(fresh).state.draft_tokens)
         length = len(prompt) + NEW
         assert all(map(torch.equal, states(gen, length), states(fresh, length)))
         check_pages(engine_of(gen))

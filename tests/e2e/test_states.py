@@ -1,4 +1,4 @@
-"""Short convolutions, Mamba and Kimi delta attention, by family.
+"""Short convolutions, Mamba and Kimi delta attention, by family; nightly also the gated delta rule.
 
 Text is transformers', and states are those of plain decoding.
 """
@@ -23,16 +23,18 @@ from fastspec.engine.explain import states_of_layers
 from fastspec.models.decoder import Decoder
 from fastspec.shapes import ConvRule, DeltaRule, MambaRule, SelectiveRule
 from tests.helpers.fuzzing import CI
-from tests.helpers.hybrid import VOCAB, make_states
+from tests.helpers.hybrid import KINDS, STATES, VOCAB, make_hybrid, make_states
 from tests.helpers.state_runs import DRAFTS, OPTIONS, One, output, same
 
-NEW = 100
+NEW, LONG = 100, 300
 LENGTHS = (1, 9, 70)
 # of which each is a family, or a part of one that no other has; see tests/models/families for the others
 SEEDS = {
     **{"lfm2": 0, "lfm2_moe": 0, "lfm3": 0, "granite4_moe": 0, "bamba": 0, "falcon_h1": 0, "nemotron_h": 0},
     **{"jamba": 0, "kimi_linear": 0, "ling": 0, "zamba2": 0},
 }
+# of weights whose long texts have no near tie; 0 where none is named
+LONG_SEEDS = {"falcon_h1_plain": 1, "nemotron_super": 1, "qwen3_5": 1}
 GAP = 1e-4  # of logits of transformers around 10: fp32 sums of chunks there, and token by token here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers, drafts that do not pay
@@ -41,8 +43,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # no tokenizers,
 class Model:
     """A checkpoint as transformers saves it, and its plain texts."""
 
-    def __init__(self, kind: str, root: Path) -> None:
-        self.live: PreTrainedModel = make_states(kind, SEEDS[kind])
+    def __init__(self, kind: str, root: Path, seeds: dict[str, int] = SEEDS) -> None:
+        make = make_hybrid if kind in KINDS else make_states
+        self.live: PreTrainedModel = make(kind, seeds.get(kind, 0))
         self.directory = root / kind
         self.live.save_pretrained(self.directory)
         rng = random.Random(3)
@@ -69,10 +72,13 @@ def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield made
 
 
-@torch.inference_mode()
 def test_greedy_text_is_that_of_transformers(one: One) -> None:
-    model = one.model
-    assert isinstance(model, Model)
+    assert isinstance(one.model, Model)
+    check_is_transformers(one.model)
+
+
+@torch.inference_mode()
+def check_is_transformers(model: Model) -> None:
     for prompt, text in zip(model.prompts, model.texts, strict=True):
         logits = model.live(torch.tensor([prompt + text[:-1]])).logits[0, len(prompt) - 1 :]
         assert logits.argmax(-1).tolist() == text
@@ -98,6 +104,27 @@ def test_a_rejection_at_every_place_leaves_the_states_of_plain_decoding(one: One
     for place in range(DRAFTS + 1):
         same(one, 1, 9, [place], [DRAFTS])
     assert one.proposer.steps == 2, "the last script was right"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*STATES, *KINDS])
+def test_long_text_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+    """In uneven batches with and without drafts, and by itself with a rejection at every place."""
+    model = Model(kind, tmp_path, LONG_SEEDS)
+    with FastSpecGenerator(
+        model.directory, model.directory, num_speculative_tokens=DRAFTS, max_batch_size=2, **OPTIONS
+    ) as gen:
+        model.texts = output(gen, model.prompts, LONG, num_speculative_tokens=0).new_tokens
+        for k in (1, 3, DRAFTS):
+            out = output(gen, model.prompts, LONG, num_speculative_tokens=k)
+            assert out.new_tokens == model.texts
+            assert out.stats.acceptance_rate == 1.0
+    check_is_transformers(model)
+    made = One(model)
+    with made.gen:
+        for k in (1, 3, DRAFTS):
+            for place in range(k + 1):
+                same(made, 1, LONG, [place], [k])
 
 
 patterns = st.tuples(

@@ -18,6 +18,8 @@ from fastspec.models.interface import states_of
 from fastspec.output import GenerateOutput
 from fastspec.scheduling.requests import Request
 from fastspec.shapes import GREEDY
+from tests.helpers.dflash import Head, write_z_lab
+from tests.helpers.heads import eagle3_tensors, write_eagle3
 from tests.helpers.hybrid import STATES, VOCAB, make_hybrid, make_states
 from tests.helpers.mtp import add_to, random_mtp, stored_names
 from tests.helpers.scheduling import run_all
@@ -153,18 +155,6 @@ def test_chats_are_those_of_a_generator_that_keeps_no_states(target: Path) -> No
         assert torch.equal(mine[1], theirs[1])
 
 
-def test_a_layer_of_the_checkpoint_drafts_and_changes_no_text(with_mtp: Path) -> None:
-    prompts = [drawn(count, count) for count in (1, 7, 70, 300)]
-    with FastSpecGenerator(
-        with_mtp, "mtp", num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=512, **OPTIONS
-    ) as gen:
-        plain = output(gen, prompts, num_speculative_tokens=0).new_tokens
-        for k in (1, DRAFTS):
-            assert output(gen, prompts, num_speculative_tokens=k).new_tokens == plain
-        for prompt, text in zip(prompts, plain, strict=True):
-            assert output(gen, [prompt]).new_tokens == [text]
-
-
 @pytest.fixture(scope="module")
 def of_mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Mamba-2, attention, an MLP and experts."""
@@ -173,11 +163,40 @@ def of_mamba(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["itself", "mtp", "mamba"])
-def engine(request: pytest.FixtureRequest, target: Path, with_mtp: Path, of_mamba: Path) -> Iterator[Engine]:
-    pair = {"itself": (target, target), "mtp": (with_mtp, "mtp"), "mamba": (of_mamba, of_mamba)}[request.param]
+@pytest.fixture(scope="module")
+def pairs(
+    target: Path, with_mtp: Path, of_mamba: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path | str]]:
+    """A target, and what drafts for it."""
+    path, sizes = tmp_path_factory.mktemp("heads"), {"inner": 256, "dim": 64}
+    tensors = eagle3_tensors(hidden=256, target_hidden=256, vocab=VOCAB, drafted=VOCAB, **sizes)
+    read = {"eagle_config": {"layer_ids": [1, 2, 3]}, "head_dim": sizes["dim"]}
+    return {
+        "itself": (target, target),
+        "mtp": (with_mtp, "mtp"),
+        "mamba": (of_mamba, of_mamba),
+        "eagle3": (of_mamba, write_eagle3(path / "eagle3", tensors, vocab=VOCAB, **read)),
+        "dflash": (target, write_z_lab(path / "dflash", Head(256, VOCAB, **sizes))),
+    }
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "dflash"])
+def test_learned_drafters_change_no_text(kind: str, pairs: dict[str, tuple[Path, Path | str]]) -> None:
+    prompts = [drawn(count, count) for count in (1, 7, 70, 300)]
+    with FastSpecGenerator(
+        *pairs[kind], num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=512, **OPTIONS
+    ) as gen:
+        plain = output(gen, prompts, num_speculative_tokens=0).new_tokens
+        for k in (1, 3, DRAFTS):
+            assert output(gen, prompts, num_speculative_tokens=k).new_tokens == plain
+        for prompt, text in zip(prompts, plain, strict=True):
+            assert output(gen, [prompt]).new_tokens == [text]
+
+
+@pytest.fixture(params=["itself", "mtp", "mamba", "eagle3", "dflash"])
+def engine(request: pytest.FixtureRequest, pairs: dict[str, tuple[Path, Path | str]]) -> Iterator[Engine]:
     options = {**OPTIONS, "dtype": "bfloat16", "max_length": 1024}
-    with FastSpecGenerator(*pair, num_speculative_tokens=DRAFTS, **options) as gen:
+    with FastSpecGenerator(*pairs[request.param], num_speculative_tokens=DRAFTS, **options) as gen:
         yield gen._open().engine
 
 

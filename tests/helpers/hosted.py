@@ -129,7 +129,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
             **{"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
             **{"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 32},
         },
-        "a state for each draft",
+        "only native families keep a state for each draft",
     ),
     "mask": ("DogeConfig", {}, "layer 'model.layers.0.self_attn.*': the model changes its attention mask"),
     "chunks": (

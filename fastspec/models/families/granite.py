@@ -41,6 +41,8 @@ def _plans4(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
         shared = fields.size("shared_intermediate_size")
         experts = ExpertsPlan(count, width(fields, "intermediate_size"), RoutingRule(chosen, "logits"), shared=shared)
     bias, kind = fields.flag("attention_bias"), fields.get("position_embedding_type")
+    if kind not in ("rope", "nope", None):
+        fields.refuse("position_embedding_type", kind, "'rope', 'nope' or null")
     attends = LayerPlan(
         attention_scale=fields.positive("attention_multiplier"),
         qkv_bias=bias,

@@ -92,8 +92,8 @@ def probe(module: nn.Module) -> Probed:
     base: Any = base_of(module)
     if getattr(module, "_is_stateful", False):
         raise UnsupportedModel(
-            "it keeps recurrent state (_is_stateful), which a rejected draft would overwrite; a state for each draft "
-            "is kept for the gated delta rule, Mamba-2 and short convolutions of native families alone"
+            "it keeps recurrent state (_is_stateful), which a rejected draft would overwrite; only native families "
+            "keep a state for each draft"
         )
     if not kind._can_set_attn_implementation():
         raise UnsupportedModel("its attention does not go through transformers' AttentionInterface")

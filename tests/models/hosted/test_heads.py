@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from fastspec import FastSpecGenerator, UnsupportedModel
 from fastspec.models.hosted import admission
@@ -21,6 +21,7 @@ from tests.helpers import quantised
 from tests.helpers.dflash import Head, write_z_lab
 from tests.helpers.heads import eagle3_tensors, engine_with, write_eagle3
 from tests.helpers.hosted import make_model
+from tests.helpers.model_table import tiny_config
 from tests.proposers.test_eagle3 import Seen, Truth, uneven, watched, wrong_drafts
 from tests.scheduling.test_scheduler import prompts, run, texts
 
@@ -110,6 +111,11 @@ def test_what_has_no_such_stream_is_refused(tmp_path: Path, monkeypatch: pytest.
         FastSpecGenerator(scaled, eagle(tmp_path / "shared", **SHARED), **COMMON).generate([[1]], max_new_tokens=1)
     with pytest.raises(UnsupportedModel, match=r"MTP layers run as layers of a native family, and .* is hosted; use"):
         FastSpecGenerator(scaled, "mtp", **COMMON)
+    hybrid = tmp_path / "hybrid"
+    AutoModelForCausalLM.from_config(tiny_config("olmo_hybrid")).save_pretrained(hybrid)
+    for head in (own, "mtp"):
+        with pytest.raises(UnsupportedModel, match=r"'olmo_hybrid' .* only native families keep a state for each"):
+            FastSpecGenerator(hybrid, head, **COMMON)
     original = LayerStreams.__init__
 
     def misnamed(self: LayerStreams, base: nn.Module, names: tuple[str, ...]) -> None:

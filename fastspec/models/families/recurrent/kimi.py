@@ -20,9 +20,9 @@ _MAX_HEAD, _MAX_RANK, _MAX_LATENT = 256, 2**16, 512
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
-    _refuse(fields, "mla_use_nope", True)
-    _refuse(fields, "moe_router_activation_func", "sigmoid")
-    _refuse(fields, "moe_layer_freq", 1)
+    fields.expect("mla_use_nope", True)
+    fields.expect("moe_router_activation_func", "sigmoid")
+    fields.expect("moe_layer_freq", 1)
     rule = _rule(fields)
     return _of_layers(fields, layers, rule._replace(rank=rule.key_dim), LayerPlan(rope=None))
 
@@ -93,15 +93,6 @@ def _experts(fields: ConfigFields) -> ExpertsPlan:
     count, routing = grouped_routing(fields, "num_local_experts")
     shared = inner * fields.count("n_shared_experts", MAX_EXPERTS)
     return ExpertsPlan(count, inner, routing, correction=True, shared=shared)
-
-
-def _refuse(fields: ConfigFields, name: str, wanted: object) -> None:
-    """Refuses a config whose field `name` has another value than `wanted`. A missing field is accepted.
-
-    It is for fields that are in published configs and that transformers does not read.
-    """
-    if (value := fields.get(name)) not in (None, wanted):
-        fields.refuse(name, value, repr(wanted))
 
 
 _SHARED: Final = {

@@ -12,9 +12,11 @@ from dataclasses import replace
 from fastspec.models.families.mixtures.experts import width
 from fastspec.models.families.mixtures.glm4_moe import grouped_routing
 from fastspec.models.families.plan import ExpertsPlan, LayerPlan, ModelFamily
-from fastspec.models.families.recurrent.mamba import MAX_HEADS, MAX_STATE, MAX_WIDTH, with_whole_groups
+from fastspec.models.families.recurrent.mamba import MAX_HEADS, MAX_STATE, MAX_WIDTH, step_limits, with_whole_groups
 from fastspec.models.fields import SIZE_LIMITS, ConfigFields
 from fastspec.shapes import MambaRule, SquaredRelu
+
+_OPEN = 1e9  # no time step is as large: JSON has no infinity, and such a limit stands for it
 
 
 def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
@@ -22,6 +24,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     types = fields.layer_types(layers, *kinds)
     if types is None:
         fields.refuse("layers_block_type", None, " or ".join(map(repr, kinds)) + " for each layer")
+    _refuse_unread(fields)
     if fields.flag("mlp_bias"):
         fields.refuse("mlp_bias", True, "false")
     if fields.get("mamba_hidden_act") != "silu":
@@ -42,6 +45,18 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     return tuple(of_kind[kind] for kind in types)
 
 
+def _refuse_unread(fields: ConfigFields) -> None:
+    """Refuses settings that the config class has, and that transformers' module ignores."""
+    for name in ("attention_bias", "mamba_proj_bias", "residual_in_fp32"):
+        fields.expect(name, False)
+    if (window := fields.get("sliding_window")) is not None:
+        fields.refuse("sliding_window", window, "null")
+    lowest, highest = step_limits(fields)
+    if lowest > fields.positive("time_step_min") or highest < _OPEN:
+        wanted = "no upper limit, and none above time_step_min"
+        fields.refuse("time_step_limit", fields.get("time_step_limit"), wanted)
+
+
 def _rule(fields: ConfigFields) -> MambaRule:
     rule = MambaRule(
         heads=fields.count("mamba_num_heads", MAX_HEADS),
@@ -55,6 +70,7 @@ def _rule(fields: ConfigFields) -> MambaRule:
 
 
 def _experts(fields: ConfigFields) -> ExpertsPlan:
+    fields.expect("n_shared_experts", 1)
     count, routing = grouped_routing(fields)
     return ExpertsPlan(
         count,

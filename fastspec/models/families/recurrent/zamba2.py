@@ -24,6 +24,7 @@ def _plans(fields: ConfigFields, layers: int) -> tuple[LayerPlan, ...]:
     for name in ("add_bias_linear", "use_long_context"):
         if fields.flag(name):
             fields.refuse(name, True, "false")
+    fields.expect("use_conv_bias", True)
     if fields.get("rms_norm_eps") != _EPS:
         fields.refuse("rms_norm_eps", fields.get("rms_norm_eps"), f"{_EPS}, the constant of the norm in Mamba-2")
     recurs = LayerPlan(attends=False, feeds=False, rope=None, state=_rule(fields), conv_bias=True)

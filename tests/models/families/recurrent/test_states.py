@@ -148,6 +148,7 @@ def test_no_part_can_be_left_out(case: Case) -> None:
         ("lfm2", {"conv_L_cache": 1}, "conv_L_cache=1"),
         ("granite4", {"mamba_n_groups": 3}, "mamba_n_groups=3 .* a divisor of mamba_n_heads=8"),
         ("granite4", {"time_step_limit": (2.0, 1.0)}, "time_step_limit"),
+        ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type='alibi' .* 'rope', 'nope' or null"),
         ("bamba", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ("falcon_h1", {"attention_bias": True}, "attention_bias=True .* products with factors have no bias"),
         ("falcon_h1", {"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers=.* 5 positive numbers"),
@@ -155,6 +156,13 @@ def test_no_part_can_be_left_out(case: Case) -> None:
         ("nemotron_h", {"mlp_bias": True}, "mlp_bias=True"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'"),
         ("nemotron_h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu'"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias=True .* False"),
+        ("nemotron_h", {"mamba_proj_bias": True}, "mamba_proj_bias=True .* False"),
+        ("nemotron_h", {"residual_in_fp32": True}, "residual_in_fp32=True .* False"),
+        ("nemotron_h", {"sliding_window": 8}, "sliding_window=8 .* null"),
+        ("nemotron_h", {"n_shared_experts": 2}, "n_shared_experts=2 .* 1"),
+        ("nemotron_h", {"time_step_limit": (0.0, 0.1)}, r"time_step_limit=\(0.0, 0.1\) .* no upper limit"),
+        ("zamba2", {"use_conv_bias": False}, "use_conv_bias=False .* True"),
         ("zamba2", {"layers_block_type": ["hybrid", "conv", "hybrid"]}, "layer_types='conv'"),
         ("zamba2", {"add_bias_linear": True}, "add_bias_linear=True"),
         ("zamba2", {"use_long_context": True}, "use_long_context=True"),
@@ -183,7 +191,11 @@ def test_configs_of_publishers_say_the_same_in_other_words(tmp_path: Path) -> No
     """Nemotron's pattern, lists of layers of LFM2 and Kimi-Linear, and Granite's older names of them."""
     kda = {"full_attn_layers": [2], "kda_layers": [1, 3], "num_heads": 2, "head_dim": 16, "short_conv_kernel_size": 4}
     for kind, dropped, given in (
-        ("nemotron_h", ("layers_block_type", "layer_types"), {"hybrid_override_pattern": "ME*-ME"}),
+        (
+            "nemotron_h",
+            ("layers_block_type", "layer_types"),
+            {"hybrid_override_pattern": "ME*-ME", "time_step_limit": [0.0, 1e30]},
+        ),
         ("lfm2", ("layer_types",), {"full_attn_idxs": [1]}),
         (
             "kimi_linear",
