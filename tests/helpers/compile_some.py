@@ -10,7 +10,6 @@ Usage: python -m tests.helpers.compile_some
 
 from __future__ import annotations
 
-import gc
 import json
 import multiprocessing
 import sys
@@ -67,8 +66,6 @@ def main() -> None:
     for arch in ARCHITECTURES:
         recorder.use(recorder.cuda(arch))
         found += [(arch, launch) for launch in first_of_each(some(arch), kind)]
-    gc.disable()  # as processes of `Compilers` do: none lives long
-    gc.freeze()
     forked = multiprocessing.get_context("fork")  # its processes have the launches, which cannot be sent to others
     begun = forked.Value("l", 0)
     processes = [forked.Process(target=compile_next, args=(found, begun)) for _ in range(of_this_machine())]

@@ -6,7 +6,6 @@ And functions of the kernels exchanged wherever they have been imported.
 from __future__ import annotations
 
 import atexit
-import gc
 import json
 import os
 import runpy
@@ -52,8 +51,6 @@ def _serve() -> None:
         import_module(needed)
     torch.empty_like(torch.empty(1, device="meta"))  # imports more of torch
     import_module("triton.runtime.cache").triton_key()  # reads all of Triton's files
-    gc.disable()  # as processes of `Compilers` do: none lives long
-    gc.freeze()
     for line in sys.stdin:
         name, arguments, paths = json.loads(line)
         if (child := os.fork()) == 0:

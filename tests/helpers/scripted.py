@@ -174,10 +174,8 @@ def _model(vocab: int, chains: list[list[int]], end: int) -> LlamaForCausalLM:
             attention.k_proj.weight[start + DIM // 2 : start + DIM, one] = torch.sin(distance * theta) / scale
             attention.v_proj.weight[start : start + DIM, :DIM] = torch.eye(DIM) / scale
             attention.o_proj.weight[place : place + DIM, start : start + DIM] = torch.eye(DIM)
-        size, mlp = (
-            (hidden / (BACK + 2)) ** 0.5,
-            layer.mlp,
-        )  # of each code and the one of the MLP's input, after its norm
+        size = (hidden / (BACK + 2)) ** 0.5  # of each code and the one of the MLP's input, after its norm
+        mlp = layer.mlp
         off = (1 - ALIKE) / 2  # from the sum where all tokens match, and from the largest where one does not
         for unit, (chain, at) in enumerate(places):
             mlp.gate_proj.weight[unit, one] = -STEEP * (BACK + 1 - off) / size
