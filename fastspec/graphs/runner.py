@@ -365,11 +365,10 @@ def _new_stream(device: torch.device) -> torch.cuda.Stream:
     torch hands out its STREAMS streams of a device in turn. If runners have had all of them, they share streams.
     """
     taken = _taken_streams(device)
-    stream = torch.cuda.Stream(device)
     for _ in range(STREAMS):
+        stream = torch.cuda.Stream(device)
         if stream.cuda_stream not in taken:
             break
-        stream = torch.cuda.Stream(device)
     taken.add(stream.cuda_stream)
     return stream
 

@@ -152,12 +152,14 @@ class TritonOps(Ops):
     @staticmethod
     @override
     def attend(call: AttendCall, work: Any = None) -> Tensor:
-        product, rows = call.product, call.positions.numel()
+        product = call.product
         # attention does not regroup its result for a product with 8-bit codes. Such a product also needs its rows times
         # 2^64, and the kernel that multiplies them regroups them at no cost
-        regroup = product is not None and not reads_raised(product) and runs_on_tma([product], rows)
-        if product is not None and _runs_as_prompt([product], rows, call.tiling):
-            regroup = False
+        regroup = (
+            product is not None
+            and not reads_raised(product)
+            and _steps_on_tma([product], call.positions.numel(), call.tiling)
+        )
         return attend_paged(call, work.attend, regroup)
 
     @staticmethod
@@ -243,9 +245,7 @@ class TritonOps(Ops):
             others: see `reference.layer_tail`.
         """
         weights = [layer.o, layer.gate_up, layer.down, *([] if next_layer is None else [next_layer.qkv])]
-        rows = x.shape[0] * x.shape[1]
-        step = x.shape[1] <= MAX_SPLIT_QUERIES and not _runs_as_prompt(weights, rows, tiling)
-        if step and runs_on_tma(weights, rows):
+        if x.shape[1] <= MAX_SPLIT_QUERIES and _steps_on_tma(weights, x.shape[0] * x.shape[1], tiling):
             return packed_layer_tail(attended, x, layer, next_layer, eps, has_pdl(x.device), reduce)
         if attended.dim() == 4:
             attended = packing.in_order(attended)
@@ -312,6 +312,11 @@ def _runs_as_prompt(weights: list[Weight], rows: int, tiling: Tiling) -> bool:
     """
     many = tiling.rows is None and rows > TMA_ROWS
     return many and all(weight.format == "packed" and has_warp_groups(weight.device) for weight in weights)
+
+
+def _steps_on_tma(weights: list[Weight], rows: int, tiling: Tiling) -> bool:
+    """True if a step with `rows` rows multiplies all weights by a TMA kernel, see `runs_on_tma`."""
+    return not _runs_as_prompt(weights, rows, tiling) and runs_on_tma(weights, rows)
 
 
 TRITON_OPS = TritonOps()
