@@ -1,7 +1,8 @@
 """One pair on one GPU and on several: `python -m perf ranks`. Steps, speed-up, text and start.
 
-Every number of ranks decodes the same prompts in processes of its own. The text of one rank is the measure for the
-others.
+Every number of ranks decodes the same prompts in processes of its own. Steps are compared with those of a generator
+without `tensor_parallel`, the fastest on one GPU. Texts are compared with those of the first number of ranks:
+`tensor_parallel=1` adds in the order of several ranks, a generator without it in another (guides/several-gpus.md).
 """
 
 from __future__ import annotations
@@ -23,7 +24,20 @@ from perf.records import Row
 from perf.startup import Pair, pair_of, said_by
 from perf.workloads import OWN
 
-COLUMNS = ("workload", "ranks", "batch", "k", "draft", "ms_step", "tok_s", "over_one", "same_text", "gpu", "commit")
+COLUMNS = (
+    "workload",
+    "ranks",
+    "tensor_parallel",
+    "batch",
+    "k",
+    "draft",
+    "ms_step",
+    "tok_s",
+    "over_one",
+    "same_text",
+    "gpu",
+    "commit",
+)
 # (draft_quantization, draft_tensor_parallel) by name
 DRAFTS = MappingProxyType({
     "automatic": (None, None),
@@ -33,8 +47,14 @@ DRAFTS = MappingProxyType({
 })  # fmt: skip
 
 
-def rows_with(pair: Pair, ranks: int, draft: str, given: argparse.Namespace) -> list[Row]:
-    """The rows of one number of ranks and one kind of draft; see DRAFTS.
+def rows_with(pair: Pair, ranks: int | None, draft: str, given: argparse.Namespace) -> list[Row]:
+    """The rows of one number of ranks and one kind of draft.
+
+    Args:
+        pair: directories of target and draft.
+        ranks: None is a generator without `tensor_parallel`.
+        draft: see DRAFTS.
+        given: options of the command line.
 
     Raises:
         RuntimeError: a rank failed.
@@ -44,16 +64,19 @@ def rows_with(pair: Pair, ranks: int, draft: str, given: argparse.Namespace) -> 
     options |= {"device": given.device, "prefix_cache": False, "progress": False}
     options |= {"max_batch_size": max(given.batches), "max_length": given.prompt + given.new}
     command = [sys.executable]
-    if ranks > 1:
-        options |= {"tensor_parallel": ranks, "draft_tensor_parallel": split}
+    if ranks is not None:
+        options["tensor_parallel"] = ranks
+    if ranks is not None and ranks > 1:
+        options["draft_tensor_parallel"] = split
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    fixed: Row = {"bench": "ranks", "workload": OWN if given.target else given.workload, "ranks": ranks, "draft": draft}
+    fixed: Row = {"bench": "ranks", "workload": OWN if given.target else given.workload, "draft": draft}
+    fixed |= {"ranks": ranks or 1, "tensor_parallel": ranks}
     asked = {name: getattr(given, name) for name in ("batches", "ks", "prompt", "new", "ids")} | {"options": options}
     asked |= {"target": str(pair[0]), "draft": str(pair[1])}
     asked["row"] = fixed | {"prompt": given.prompt, "new": given.new}
     start = time.perf_counter()
     said = said_by([*command, "-m", "perf.ranks_worker", json.dumps(asked)], dict(os.environ))
-    say(f"{ranks} ranks, draft {draft}: {time.perf_counter() - start:.1f} s")
+    say(f"tensor_parallel={ranks}, draft {draft}: {time.perf_counter() - start:.1f} s")
     return [row for line in said.splitlines() if line.startswith("[{") for row in json.loads(line)]
 
 
@@ -62,7 +85,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.set_defaults(columns=COLUMNS)
     add_pair_options(made, "8b+1b")
     made.add_argument("--pair", type=Path, help="directory with target/ and draft/; written first if it has none")
-    made.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="GPUs; the first is the measure")
+    made.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], help="GPUs")
     made.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     made.add_argument("--ks", type=int, nargs="+", default=[0, 4], help="drafts a step")
     made.add_argument("--drafts", nargs="+", choices=list(DRAFTS), default=["automatic"], help="how ranks hold it")
@@ -73,14 +96,15 @@ def add_options(made: argparse.ArgumentParser) -> None:
 
 def command_ranks(given: argparse.Namespace) -> Iterator[list[Row]]:
     """One pair on one GPU and on several: steps, speed-up, text and start."""
-    one: dict[tuple[int, int], Row] = {}
+    fastest: dict[tuple[int, int], float] = {}
+    texts: dict[tuple[int, bool], str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         pair = pair_of(given, Path(scratch))
-        for ranks in given.ranks:
+        for ranks in (None, *given.ranks):
             for draft in given.drafts:
                 rows = rows_with(pair, ranks, draft, given)
                 for row in rows:
-                    first = one.setdefault((row["batch"], row["k"]), row)
-                    row["over_one"] = round(first["ms_step"] / row["ms_step"], 3) if row["ms_step"] else None
-                    row["same_text"] = row["text"] == one[row["batch"], given.ks[0]]["text"]
+                    one = fastest.setdefault((row["batch"], row["k"]), row["ms_step"])
+                    row["over_one"] = round(one / row["ms_step"], 3) if row["ms_step"] else None
+                    row["same_text"] = row["text"] == texts.setdefault((row["batch"], ranks is None), row["text"])
                 yield rows

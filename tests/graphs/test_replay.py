@@ -204,7 +204,7 @@ def test_side_streams_and_work_in_flight() -> None:
         stream.close()  # type: ignore[attr-defined]
     del stream, got, ids
     torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
+    assert torch.cuda.memory_allocated() <= before  # less: an earlier test's memory that was freed meanwhile
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

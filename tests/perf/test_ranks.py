@@ -21,15 +21,25 @@ def rows_of(tmp_path: Path, *more: str) -> list[dict[str, object]]:
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-def test_rows_stand_beside_those_of_the_first_number_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_stand_beside_those_without_ranks_and_texts_beside_those_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
     def said_by(command: list[str], env: object) -> str:
         given = json.loads(command[-1])
         asked.append((command[1:-1], given["options"]))
-        several = given["row"]["ranks"] > 1
+        ranks = given["row"]["tensor_parallel"]
+        # without ranks another text; on eight a text that depends on k
+        texts = {None: "other", 1: "same", 8: "same"}
         rows = [
-            {**given["row"], "batch": batch, "k": k, "text": f"{batch}{several and k}", "ms_step": 2.0 - several}
+            {
+                **given["row"],
+                "batch": batch,
+                "k": k,
+                "text": f"{texts[ranks]} {batch} {k if ranks == 8 else 0}",
+                "ms_step": {None: 2.0, 1: 2.5, 8: 1.0}[ranks],
+            }
             for batch in given["batches"]
             for k in given["ks"]
         ]
@@ -37,20 +47,22 @@ def test_rows_stand_beside_those_of_the_first_number_of_ranks(tmp_path: Path, mo
 
     monkeypatch.setattr(ranks, "said_by", said_by)
     rows = rows_of(tmp_path, "--ranks", "1", "8", "--drafts", "cut")
-    assert [(row["ranks"], row["batch"], row["k"]) for row in rows] == [
-        (number, batch, k) for number in (1, 8) for batch in (1, 2) for k in (0, 3)
+    assert [(row["tensor_parallel"], row["ranks"], row["batch"], row["k"]) for row in rows] == [
+        (number, number or 1, batch, k) for number in (None, 1, 8) for batch in (1, 2) for k in (0, 3)
     ]
-    assert [row["over_one"] for row in rows] == [1.0] * 4 + [2.0] * 4
-    assert [row["same_text"] for row in rows] == [True] * 4 + [False, False] * 2
-    (alone, first), (together, second) = asked
-    assert alone == ["-m", "perf.ranks_worker"]
-    assert "tensor_parallel" not in first
+    assert [row["over_one"] for row in rows] == [1.0] * 4 + [0.8] * 4 + [2.0] * 4
+    assert [row["same_text"] for row in rows] == [True] * 8 + [True, False] * 2
+    (without, none), (alone, one), (together, eight) = asked
+    assert without == alone == ["-m", "perf.ranks_worker"]
+    assert "tensor_parallel" not in none
+    assert one["tensor_parallel"] == 1
     assert together[:5] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
-    assert (second["tensor_parallel"], second["draft_tensor_parallel"]) == (8, "split")
+    assert (eight["tensor_parallel"], eight["draft_tensor_parallel"]) == (8, "split")
 
 
 @pytest.mark.slow
 def test_two_ranks_write_the_text_of_one(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, "--ranks", "1", "2")
     assert all(row["same_text"] for row in rows)
-    assert len({row["text"] for row in rows}) == 2, "one text for each batch"
+    of_ranks = [row["text"] for row in rows if row["tensor_parallel"] is not None]
+    assert len(set(of_ranks)) == 2, "one text for each batch"
