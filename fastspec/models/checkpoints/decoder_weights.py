@@ -225,7 +225,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole), FAMILIES[whole.family].renamed)
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole), whole)
     return named(stored, whole)
 
 

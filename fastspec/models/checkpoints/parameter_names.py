@@ -171,14 +171,18 @@ def check_copies(source: TensorSource, spec: ModelSpec, name: str) -> None:
 
 
 def _renamed(source: TensorSource, spec: ModelSpec) -> RenamedTensors:
-    family = FAMILIES[spec.family]
     stored: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
     for name in source.infos():
-        usual = family.located(spec.plans, usual_name(name, family.renamed))
+        usual = _usual(name, spec)
         if stored.setdefault(usual, name) != name:
             copies.setdefault(usual, []).append(name)
     return RenamedTensors(source, stored, copies)
+
+
+def _usual(stored: str, spec: ModelSpec) -> str:
+    family = FAMILIES[spec.family]
+    return family.located(spec.plans, usual_name(stored, family.renamed))
 
 
 def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
@@ -226,6 +230,17 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
         if name in wanted:
             return name
     return stored
+
+
+def parameter_of(stored: str, wanted: Collection[str], spec: ModelSpec) -> str:
+    """Like `parameter`, for a family that stores tensors under other names. So `named` names them.
+
+    Args:
+        stored: the stored name. That of an expert's matrix is the one that `by_expert` gives it.
+        wanted: names of the model's parameters.
+        spec: spec of the model.
+    """
+    return parameter(_usual(stored, spec), wanted)
 
 
 def has_own_head(source: TensorSource) -> bool:

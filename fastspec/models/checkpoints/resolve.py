@@ -236,7 +236,7 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     stored, scales = "", {}
     if quantisation is not None:
         scales = _cache_scales(shards, quantisation, tensor_shapes(spec), f"{role}: {name}")
-        shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec), FAMILIES[spec.family].renamed)
+        shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec), spec)
         stored = quantised.describe() or f"experts in {quantisation.method}"
     tensors = named(shards, spec)
     if raw.get("dtype", raw.get("torch_dtype")) is None:

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.parameter_names import PREFIX, parameter, usual_name
+from fastspec.models.checkpoints.parameter_names import PREFIX, parameter, parameter_of
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Float8, Over, Scheme
 from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
+
+if TYPE_CHECKING:
+    from fastspec.models.config import ModelSpec
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
 # names of scales of K and V that tools use; kv_scale is the scale of both
@@ -108,7 +111,6 @@ WEIGHT = ".weight"
 INVERSE: Final = "weight_scale_inv"  # in spite of its name, codes are multiplied by it
 MARKS = ("weight_packed", "weight_scale", INVERSE, "qweight", "scales")
 
-_UNCHANGED: Final[Mapping[str, str]] = {}
 GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # names of tensors with the number of each column's group
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
@@ -137,7 +139,7 @@ class QuantisedShards(WrappedSource):
         stored: the stored tensors.
         quantisation: quantisation settings of the config.
         shapes: shapes of the model's parameters, by name.
-        renamed: part of a stored name -> usual part; see `ModelFamily.renamed`.
+        spec: spec of the model, whose family may store tensors under other names. None: names may differ in prefixes only.
 
     Raises:
         CheckpointError: a stored tensor of a matrix is missing, or has another shape or dtype, or the settings do not
@@ -149,10 +151,10 @@ class QuantisedShards(WrappedSource):
         stored: TensorSource,
         quantisation: Quantisation,
         shapes: Mapping[str, tuple[int, ...]],
-        renamed: Mapping[str, str] = _UNCHANGED,
+        spec: ModelSpec | None = None,
     ) -> None:
         super().__init__(stored)
-        self._quantisation, self._renamed = quantisation, renamed
+        self._quantisation, self._spec = quantisation, spec
         self._matrices = dict(self._found(shapes))
         if quantisation.weights and not self._matrices:
             raise CheckpointError(
@@ -171,7 +173,8 @@ class QuantisedShards(WrappedSource):
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
         infos = self._source.infos()
         for module, part in _modules(infos).items():
-            name = parameter(usual_name(module, self._renamed) + WEIGHT, shapes.keys())
+            weight, spec = module + WEIGHT, self._spec
+            name = parameter(weight, shapes) if spec is None else parameter_of(weight, shapes, spec)
             if name not in shapes:
                 continue  # part of another model: listed as unused later
             stored = self._source.stored_name(f"{module}.{part}").rpartition(".")[0]
