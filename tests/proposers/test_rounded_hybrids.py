@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-
 from transformers import Qwen3_5ForCausalLM
 
 from fastspec import FastSpecGenerator, GenerateOutput, NGram, SyntheticAcceptance, UnsupportedOption
@@ -78,7 +77,7 @@ class Target:
 
     @property
     def has_mtp(self) -> bool:
-        return resolve(self.plain, role="target").mtp is not None
+        return resolve(self.plain, role="target").mtp
 
 
 def made(kind: str, form: str, root: Path) -> Target:

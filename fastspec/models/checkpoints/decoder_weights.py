@@ -33,7 +33,6 @@ from fastspec.models.checkpoints.tensor_checks import check_no_others, check_ten
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.checkpoints.weight_loader import Loader, Rounding
 from fastspec.models.config import DTYPES
-from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import (
     EMBED,
     HEAD,

@@ -139,7 +139,7 @@ class QuantisedShards(WrappedSource):
         stored: the stored tensors.
         quantisation: quantisation settings of the config.
         shapes: shapes of the model's parameters, by name.
-        spec: spec of the model, whose family may store tensors under other names. None: names may differ in prefixes only.
+        spec: spec of the model, whose family may store tensors under other names. None: only prefixes may differ.
 
     Raises:
         CheckpointError: a stored tensor of a matrix is missing, or has another shape or dtype, or the settings do not
