@@ -174,13 +174,21 @@ def _renamed(source: TensorSource, spec: ModelSpec) -> RenamedTensors:
     stored: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
     for name in source.infos():
-        usual = _usual(name, spec)
+        usual = table_name(name, spec)
         if stored.setdefault(usual, name) != name:
             copies.setdefault(usual, []).append(name)
     return RenamedTensors(source, stored, copies)
 
 
-def _usual(stored: str, spec: ModelSpec) -> str:
+def table_name(stored: str, spec: ModelSpec | None) -> str:
+    """Returns the name that the table `layer_table.LAYER` gives a tensor. Prefixes stay as they are stored.
+
+    Args:
+        stored: the stored name. That of an expert's matrix is the one that `by_expert` gives it.
+        spec: spec of the model, whose family may store tensors under other names. None: it stores none so.
+    """
+    if spec is None:
+        return stored
     family = FAMILIES[spec.family]
     return family.located(spec.plans, usual_name(stored, family.renamed))
 
@@ -232,15 +240,9 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
     return stored
 
 
-def parameter_of(stored: str, wanted: Collection[str], spec: ModelSpec) -> str:
-    """Like `parameter`, for a family that stores tensors under other names. So `named` names them.
-
-    Args:
-        stored: the stored name. That of an expert's matrix is the one that `by_expert` gives it.
-        wanted: names of the model's parameters.
-        spec: spec of the model.
-    """
-    return parameter(_usual(stored, spec), wanted)
+def parameter_of(stored: str, wanted: Collection[str], spec: ModelSpec | None) -> str:
+    """Like `parameter`, but a family may store tensors under other names. For `spec` see `table_name`."""
+    return parameter(table_name(stored, spec), wanted)
 
 
 def has_own_head(source: TensorSource) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.parameter_names import PREFIX, parameter, parameter_of
+from fastspec.models.checkpoints.parameter_names import PREFIX, parameter_of, table_name
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Float8, Over, Scheme
 from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
@@ -46,7 +46,7 @@ class CacheScales(NamedTuple):
     v: tuple[float, ...] = (1.0,)
 
 
-def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> list[str]:
+def cache_scale_names(infos: Collection[str], parameters: Collection[str], spec: ModelSpec | None = None) -> list[str]:
     """Returns the stored names of the scales of K and V that belong to the model's own layers.
 
     Scales of a vision tower or of MTP layers are left out.
@@ -54,38 +54,43 @@ def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> li
     Args:
         infos: stored names of all tensors.
         parameters: names of the model's parameters.
+        spec: see `QuantisedShards`.
     """
     layers = {found[1]: name for name in parameters if (found := _LAYER.match(name))}
 
-    def is_ours(name: str) -> bool:
+    def is_ours(stored: str) -> bool:
+        name = table_name(stored, spec)
         found = _SCALE_NAMES.search(name)
         mine = None if found is None else layers.get(found[1])
         if found is None or mine is None:
             return False
         ours = _LAYER.match(mine)
         assert ours is not None
-        return parameter(f"{name[: found.end(1)]}.{mine[ours.end() :]}", [mine]) == mine
+        return parameter_of(f"{name[: found.end(1)]}.{mine[ours.end() :]}", [mine], spec) == mine
 
     return [name for name in infos if is_ours(name)]
 
 
-def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict[int, CacheScales]:
+def read_cache_scales(
+    stored: TensorSource, parameters: Collection[str], spec: ModelSpec | None = None
+) -> dict[int, CacheScales]:
     """Reads the scales of K and V of a checkpoint. Returns a dict: index of a layer -> its scales.
 
     Args:
         stored: tensors of the checkpoint.
         parameters: names of the model's parameters.
+        spec: see `QuantisedShards`.
 
     Raises:
         CheckpointError: a scale is not a positive number.
     """
     found: dict[int, CacheScales] = {}
-    names = cache_scale_names(stored.infos(), parameters)
+    names = cache_scale_names(stored.infos(), parameters, spec)
     if not names:
         return found
     with stored.open():
         for name in names:
-            match = _SCALE_NAMES.search(name)
+            match = _SCALE_NAMES.search(table_name(name, spec))
             assert match is not None
             layer, which = int(match[1]), match[2] or match[3]
             values = tuple(stored.read(name).float().flatten().tolist())
@@ -167,14 +172,13 @@ class QuantisedShards(WrappedSource):
             for part in matrix.parts:
                 del self._infos[f"{matrix.module}.{part}"]
             self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # dtype in which its values are computed
-        for name in cache_scale_names(self._infos.keys(), shapes.keys()):
+        for name in cache_scale_names(self._infos.keys(), shapes.keys(), spec):
             del self._infos[name]
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
         infos = self._source.infos()
         for module, part in _modules(infos).items():
-            weight, spec = module + WEIGHT, self._spec
-            name = parameter(weight, shapes) if spec is None else parameter_of(weight, shapes, spec)
+            name = parameter_of(module + WEIGHT, shapes.keys(), self._spec)
             if name not in shapes:
                 continue  # part of another model: listed as unused later
             stored = self._source.stored_name(f"{module}.{part}").rpartition(".")[0]
