@@ -45,11 +45,10 @@ SHARED = torch.randint(VOCAB, (66,), generator=torch.Generator().manual_seed(3))
 GIVEN = [[3], SHARED, [5, 2], [7, 1, 4, 4, 9], [*SHARED[:64], 2, 8]]
 HEAD = Head(64, VOCAB, block_size=6, mask_id=10, ids=tuple(layer - 1 for layer in READ))
 DAILY = {
-    ("qwen3_5", "int4"),  # the delta rule, with an MTP layer
-    ("qwen3_5", "blocks"),  # this layer is quantised, too
+    ("qwen3_5", "blocks"),  # the delta rule, with an MTP layer, which is quantised, too
     ("granite4", "int8"),  # Mamba-2
-    ("lfm2", "fp8"),  # short convolutions
-    ("nemotron_h", "saved int4"),  # layers of one part each, of which some are experts
+    ("lfm2", "int4"),  # short convolutions
+    ("nemotron_h", "saved int4"),  # layers of one part each, of which some are experts; an MTP layer in 16 bits
 }
 MIXTURES = (
     *("next", "qwen3_5_moe", "lfm2_moe", "granite4_moe", "nemotron_h", "nemotron_super", "jamba", "kimi_linear"),
