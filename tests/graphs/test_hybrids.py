@@ -14,6 +14,7 @@ from torch import Tensor
 from fastspec import FastSpecGenerator
 from fastspec.engine.engine import Engine
 from fastspec.inputs.row_options import RowOptions
+from fastspec.models.checkpoints.quantised.write import write_quantised
 from fastspec.models.interface import states_of
 from fastspec.output import GenerateOutput
 from fastspec.scheduling.requests import Request
@@ -180,17 +181,38 @@ def pairs(
     }
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "dflash"])
-def test_learned_drafters_change_no_text(kind: str, pairs: dict[str, tuple[Path, Path | str]]) -> None:
+def check_texts(target: Path, draft: Path | str, **options: Any) -> None:
+    """Drafts change no text, and neither does a row alone."""
     prompts = [drawn(count, count) for count in (1, 7, 70, 300)]
-    with FastSpecGenerator(
-        *pairs[kind], num_speculative_tokens=DRAFTS, dtype="bfloat16", max_length=512, **OPTIONS
-    ) as gen:
+    options = {**OPTIONS, "dtype": "bfloat16", "max_length": 512, **options}
+    with FastSpecGenerator(target, draft, num_speculative_tokens=DRAFTS, **options) as gen:
         plain = output(gen, prompts, num_speculative_tokens=0).new_tokens
         for k in (1, 3, DRAFTS):
             assert output(gen, prompts, num_speculative_tokens=k).new_tokens == plain
         for prompt, text in zip(prompts, plain, strict=True):
             assert output(gen, [prompt]).new_tokens == [text]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "dflash"])
+def test_learned_drafters_change_no_text(kind: str, pairs: dict[str, tuple[Path, Path | str]]) -> None:
+    check_texts(*pairs[kind])
+
+
+@pytest.mark.parametrize(("kind", "form"), [("mtp", "int8"), ("dflash", "fp8"), ("itself", "int4")])
+def test_drafters_change_no_text_of_a_rounded_target(
+    kind: str, form: str, pairs: dict[str, tuple[Path, Path | str]]
+) -> None:
+    check_texts(*pairs[kind], target_quantization=form)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_head_changes_no_text_of_a_target_that_is_stored_quantised(
+    form: str, pairs: dict[str, tuple[Path, Path | str]], tmp_path: Path
+) -> None:
+    """Mamba-2, attention, and experts, all in codes."""
+    target, head = pairs["eagle3"]
+    write_quantised(str(target), tmp_path / "q", form)
+    check_texts(tmp_path / "q", head)
 
 
 @pytest.fixture(params=["itself", "mtp", "mamba", "eagle3", "dflash"])

@@ -33,7 +33,6 @@ from fastspec.models.checkpoints.tensor_checks import check_no_others, check_ten
 from fastspec.models.checkpoints.tensor_source import TensorSource
 from fastspec.models.checkpoints.weight_loader import Loader, Rounding
 from fastspec.models.config import DTYPES
-from fastspec.models.families import FAMILIES
 from fastspec.models.layer_table import (
     EMBED,
     HEAD,
@@ -225,7 +224,7 @@ def source_of(checkpoint: Checkpoint) -> TensorSource:
         raise CheckpointError(f"{checkpoint.name}: has neither a directory nor a module; make it with resolve()")
     stored: TensorSource = by_expert(ShardTensors(checkpoint.directory), whole, checkpoint.name)
     if checkpoint.quantisation is not None:
-        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole), FAMILIES[whole.family].renamed)
+        stored = QuantisedShards(stored, checkpoint.quantisation, tensor_shapes(whole), whole)
     return named(stored, whole)
 
 

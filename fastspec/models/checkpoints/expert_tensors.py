@@ -43,7 +43,6 @@ NAMED_MLP: Final = ("mlp", "block_sparse_moe")  # all tensors of these modules g
 GRANITE: Final = {
     "input_linear.weight": "experts.gate_up_proj",
     "output_linear.weight": "experts.down_proj",
-    "router.layer.weight": "router.weight",
 }
 MIXTRAL: Final = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 BLOCKS, SCALES = "_blocks", "_scales"
@@ -188,7 +187,8 @@ class ExpertTensors(WrappedSource):
             self._enter(stored, stored, info)
             return
         before, module, name = found.groups()
-        name = GRANITE.get(name, name) if module == "block_sparse_moe" else name
+        if module == "block_sparse_moe":
+            name = GRANITE.get(name, name.replace("router.layer.", "router.", 1))
         words = name.split(".")
         if words[0] != "experts" and module not in NAMED_MLP:
             self._enter(stored, stored, info)

@@ -171,14 +171,26 @@ def check_copies(source: TensorSource, spec: ModelSpec, name: str) -> None:
 
 
 def _renamed(source: TensorSource, spec: ModelSpec) -> RenamedTensors:
-    family = FAMILIES[spec.family]
     stored: dict[str, str] = {}
     copies: dict[str, list[str]] = {}
     for name in source.infos():
-        usual = family.located(spec.plans, usual_name(name, family.renamed))
+        usual = table_name(name, spec)
         if stored.setdefault(usual, name) != name:
             copies.setdefault(usual, []).append(name)
     return RenamedTensors(source, stored, copies)
+
+
+def table_name(stored: str, spec: ModelSpec | None) -> str:
+    """Returns the name that the table `layer_table.LAYER` gives a tensor. Prefixes stay as they are stored.
+
+    Args:
+        stored: the stored name. That of an expert's matrix is the one that `by_expert` gives it.
+        spec: spec of the model, whose family may store tensors under other names. None: it stores none so.
+    """
+    if spec is None:
+        return stored
+    family = FAMILIES[spec.family]
+    return family.located(spec.plans, usual_name(stored, family.renamed))
 
 
 def with_found_names(spec: ModelSpec, source: TensorSource) -> ModelSpec:
@@ -226,6 +238,11 @@ def parameter(stored: str, wanted: Collection[str]) -> str:
         if name in wanted:
             return name
     return stored
+
+
+def parameter_of(stored: str, wanted: Collection[str], spec: ModelSpec | None) -> str:
+    """Like `parameter`, but a family may store tensors under other names. For `spec` see `table_name`."""
+    return parameter(table_name(stored, spec), wanted)
 
 
 def has_own_head(source: TensorSource) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -235,8 +235,8 @@ def _from_directory(directory: Path, name: str, role: str) -> Checkpoint:
     spec = with_found_names(spec, with_usual_names(shards, spec))
     stored, scales = "", {}
     if quantisation is not None:
-        scales = _cache_scales(shards, quantisation, tensor_shapes(spec), f"{role}: {name}")
-        shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec), FAMILIES[spec.family].renamed)
+        scales = _cache_scales(shards, quantisation, spec, f"{role}: {name}")
+        shards = quantised = QuantisedShards(shards, quantisation, tensor_shapes(spec), spec)
         stored = quantised.describe() or f"experts in {quantisation.method}"
     tensors = named(shards, spec)
     if raw.get("dtype", raw.get("torch_dtype")) is None:
@@ -274,9 +274,9 @@ def _from_gguf(file: Path, name: str, role: str) -> Checkpoint:
 
 
 def _cache_scales(
-    shards: TensorSource, quantisation: Quantisation, parameters: Collection[str], name: str
+    shards: TensorSource, quantisation: Quantisation, spec: ModelSpec, name: str
 ) -> dict[int, CacheScales]:
-    scales = read_cache_scales(shards, parameters)
+    scales = read_cache_scales(shards, tensor_shapes(spec), spec)
     if scales or quantisation.cache:
         warnings.warn(
             f"{name}: the checkpoint is meant for K and V in 8 bits ({len(scales)} layers with scales); "

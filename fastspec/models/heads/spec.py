@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn
 import torch
 
 from fastspec.errors import CheckpointError, UnsupportedModel
+from fastspec.models.checkpoints.parameter_names import usual_name
 from fastspec.models.config import ModelSpec
+from fastspec.models.families import FAMILIES
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -175,6 +177,13 @@ def recognise(raw: Mapping[str, Any], stored: Collection[str]) -> Recognised | N
     return None
 
 
+def _embeds(stored: Collection[str]) -> bool:
+    """True if the embedding of a whole model is stored, by the name of any family. A head's own has no prefix."""
+    found = [name for name in stored if "embed" in name]
+    usual = (usual_name(name, family.renamed) for family in FAMILIES.values() for name in found)
+    return any(name.startswith("model.") and name.endswith("embed_tokens.weight") for name in usual)
+
+
 def _is_assistant(raw: Mapping[str, Any]) -> bool:
     return raw.get("model_type") == "gemma4_assistant"
 
@@ -191,8 +200,7 @@ def _refuse_relatives(raw: Mapping[str, Any], stored: Collection[str], names: Co
     for key, relative in _RELATIVES_BY_KEY.items():
         if raw.get(key) is not None:
             _refuse(f"{relative} ({key} in the config)")
-    embeds = any(name.endswith("embed_tokens.weight") and name.startswith("model.") for name in stored)
-    whole = embeds and not says_head(raw)  # an ordinary model may have MTP layers after its own layers
+    whole = _embeds(stored) and not says_head(raw)  # an ordinary model may have MTP layers after its own layers
     for mark, relative in _RELATIVES_BY_TENSOR.items():
         found = next((name for name in names if name.startswith(mark) or (mark[0] == "." and mark in name)), None)
         if found is not None and not whole:

@@ -90,6 +90,8 @@ def test_relatives_are_refused_by_name(raw: dict[str, Any], tensors: list[str], 
 
 def test_a_model_with_layers_for_drafting_stays_a_model() -> None:
     assert recognise({"model_type": "qwen3"}, [*MODEL, "mtp.fc.weight"]) is None
+    for embedding in ("backbone.embeddings.weight", "model.word_embeddings.weight"):  # of Nemotron, and of Ling
+        assert recognise({"model_type": "any"}, [embedding, "mtp.layers.0.eh_proj.weight"]) is None
     assert recognise({"model_type": "glm4"}, [*MODEL, "model.layers.1.eh_proj.weight"]) is None
 
 

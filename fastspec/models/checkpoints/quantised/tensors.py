@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.parameter_names import PREFIX, parameter, usual_name
+from fastspec.models.checkpoints.parameter_names import PREFIX, parameter_of, table_name
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Float8, Over, Scheme
 from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource, WrappedSource
+
+if TYPE_CHECKING:
+    from fastspec.models.config import ModelSpec
 
 _ATTENTION: Final = r"layers\.(\d+)\.(?:self_attn|mixer)\."
 # names of scales of K and V that tools use; kv_scale is the scale of both
@@ -43,7 +46,7 @@ class CacheScales(NamedTuple):
     v: tuple[float, ...] = (1.0,)
 
 
-def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> list[str]:
+def cache_scale_names(infos: Collection[str], parameters: Collection[str], spec: ModelSpec | None = None) -> list[str]:
     """Returns the stored names of the scales of K and V that belong to the model's own layers.
 
     Scales of a vision tower or of MTP layers are left out.
@@ -51,38 +54,43 @@ def cache_scale_names(infos: Collection[str], parameters: Collection[str]) -> li
     Args:
         infos: stored names of all tensors.
         parameters: names of the model's parameters.
+        spec: see `QuantisedShards`.
     """
     layers = {found[1]: name for name in parameters if (found := _LAYER.match(name))}
 
-    def is_ours(name: str) -> bool:
+    def is_ours(stored: str) -> bool:
+        name = table_name(stored, spec)
         found = _SCALE_NAMES.search(name)
         mine = None if found is None else layers.get(found[1])
         if found is None or mine is None:
             return False
         ours = _LAYER.match(mine)
         assert ours is not None
-        return parameter(f"{name[: found.end(1)]}.{mine[ours.end() :]}", [mine]) == mine
+        return parameter_of(f"{name[: found.end(1)]}.{mine[ours.end() :]}", [mine], spec) == mine
 
     return [name for name in infos if is_ours(name)]
 
 
-def read_cache_scales(stored: TensorSource, parameters: Collection[str]) -> dict[int, CacheScales]:
+def read_cache_scales(
+    stored: TensorSource, parameters: Collection[str], spec: ModelSpec | None = None
+) -> dict[int, CacheScales]:
     """Reads the scales of K and V of a checkpoint. Returns a dict: index of a layer -> its scales.
 
     Args:
         stored: tensors of the checkpoint.
         parameters: names of the model's parameters.
+        spec: see `QuantisedShards`.
 
     Raises:
         CheckpointError: a scale is not a positive number.
     """
     found: dict[int, CacheScales] = {}
-    names = cache_scale_names(stored.infos(), parameters)
+    names = cache_scale_names(stored.infos(), parameters, spec)
     if not names:
         return found
     with stored.open():
         for name in names:
-            match = _SCALE_NAMES.search(name)
+            match = _SCALE_NAMES.search(table_name(name, spec))
             assert match is not None
             layer, which = int(match[1]), match[2] or match[3]
             values = tuple(stored.read(name).float().flatten().tolist())
@@ -108,7 +116,6 @@ WEIGHT = ".weight"
 INVERSE: Final = "weight_scale_inv"  # in spite of its name, codes are multiplied by it
 MARKS = ("weight_packed", "weight_scale", INVERSE, "qweight", "scales")
 
-_UNCHANGED: Final[Mapping[str, str]] = {}
 GROUP_INDICES = frozenset(("g_idx", "weight_g_idx"))  # names of tensors with the number of each column's group
 
 DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
@@ -137,7 +144,7 @@ class QuantisedShards(WrappedSource):
         stored: the stored tensors.
         quantisation: quantisation settings of the config.
         shapes: shapes of the model's parameters, by name.
-        renamed: part of a stored name -> usual part; see `ModelFamily.renamed`.
+        spec: spec of the model, whose family may store tensors under other names. None: only prefixes may differ.
 
     Raises:
         CheckpointError: a stored tensor of a matrix is missing, or has another shape or dtype, or the settings do not
@@ -149,10 +156,10 @@ class QuantisedShards(WrappedSource):
         stored: TensorSource,
         quantisation: Quantisation,
         shapes: Mapping[str, tuple[int, ...]],
-        renamed: Mapping[str, str] = _UNCHANGED,
+        spec: ModelSpec | None = None,
     ) -> None:
         super().__init__(stored)
-        self._quantisation, self._renamed = quantisation, renamed
+        self._quantisation, self._spec = quantisation, spec
         self._matrices = dict(self._found(shapes))
         if quantisation.weights and not self._matrices:
             raise CheckpointError(
@@ -165,13 +172,13 @@ class QuantisedShards(WrappedSource):
             for part in matrix.parts:
                 del self._infos[f"{matrix.module}.{part}"]
             self._infos[name] = TensorInfo(matrix.shape, torch.float32, where)  # dtype in which its values are computed
-        for name in cache_scale_names(self._infos.keys(), shapes.keys()):
+        for name in cache_scale_names(self._infos.keys(), shapes.keys(), spec):
             del self._infos[name]
 
     def _found(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Matrix]]:
         infos = self._source.infos()
         for module, part in _modules(infos).items():
-            name = parameter(usual_name(module, self._renamed) + WEIGHT, shapes.keys())
+            name = parameter_of(module + WEIGHT, shapes.keys(), self._spec)
             if name not in shapes:
                 continue  # part of another model: listed as unused later
             stored = self._source.stored_name(f"{module}.{part}").rpartition(".")[0]

@@ -30,14 +30,15 @@ from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.codes import CodeFormat, Codes, CodesKind
 from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
 from fastspec.models.checkpoints.checkpoint import Checkpoint
+from fastspec.models.checkpoints.expert_tensors import by_expert
 from fastspec.models.checkpoints.generation import CONFIG
-from fastspec.models.checkpoints.parameter_names import parameter
+from fastspec.models.checkpoints.parameter_names import PREFIX, parameter_of
 from fastspec.models.checkpoints.quantised.activations import Activations, beginning
 from fastspec.models.checkpoints.quantised.feedback import rounded_with_feedback
 from fastspec.models.checkpoints.quantised.tensors import WEIGHT
 from fastspec.models.checkpoints.resolve import load_tokenizer, resolve
 from fastspec.models.checkpoints.safetensors_files import INDEX, ShardTensors, read_json
-from fastspec.models.layer_table import EMBED, HEAD, tensor_shapes
+from fastspec.models.layer_table import EMBED, HEAD, INPUTS, tensor_shapes
 
 _LAYOUTS: Final = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "pack-quantized"}
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
@@ -90,18 +91,32 @@ def write_quantised(
         raise UnsupportedOption(f"{source} is a GGUF file; take the original weights")
     if checkpoint.quantisation is not None or checkpoint.directory is None:
         raise UnsupportedOption(f"{source} is stored quantised ({checkpoint.stored}); take its original weights")
-    shapes = {name: shape for name, shape in tensor_shapes(checkpoint.native).items() if len(shape) == 2}
     measured = None if calibration is None else _Measured(checkpoint, calibration)
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _write(checkpoint.directory, partial, wanted[0], frozenset(shapes) - {EMBED, HEAD}, tell, measured)
+        _write(checkpoint.directory, partial, wanted[0], _matrices(checkpoint, checkpoint.directory), tell, measured)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(destination)
     return [] if measured is None else measured.missed
+
+
+def _matrices(checkpoint: Checkpoint, directory: Path) -> dict[str, str]:
+    """Returns the matrices of layers: stored name -> name of the model's parameter. A stack of experts is none.
+
+    Args:
+        checkpoint: checkpoint of the model.
+        directory: its files.
+    """
+    spec, files = checkpoint.native, ShardTensors(directory)
+    wanted = {name for name, shape in tensor_shapes(spec).items() if len(shape) == 2 and name.endswith(WEIGHT)}
+    wanted -= {EMBED, HEAD, INPUTS}
+    tensors, shapes = by_expert(files, spec, checkpoint.name), files.infos()
+    names = {tensors.stored_name(name): parameter_of(name, wanted, spec) for name in tensors.infos()}
+    return {name: meant for name, meant in names.items() if meant in wanted and len(shapes[name].shape) == 2}
 
 
 class _Measured:
@@ -146,7 +161,7 @@ def _write(
     source: Path,
     directory: Path,
     form: CodeFormat,
-    matrices: frozenset[str],
+    matrices: dict[str, str],
     tell: Callable[[str], object],
     measured: _Measured | None,
 ) -> None:
@@ -163,14 +178,16 @@ def _write(
             tell(file)
             written: dict[str, Tensor] = {}
             if measured is not None:
-                measured.read([meant for name in names if (meant := parameter(name, matrices)) in matrices])
+                measured.read([matrices[name] for name in names if name in matrices])
             for name in names:
-                tensor, meant = stored.read(name), parameter(name, matrices)
-                known, module = meant in matrices, meant.removesuffix(WEIGHT)
-                kind = kind_for(form, (tensor.shape[0], tensor.shape[1])) if known else None
+                tensor, meant = stored.read(name), matrices.get(name)
+                if meant is None:
+                    written[name] = tensor.clone()
+                    continue
+                kind, module = kind_for(form, (tensor.shape[0], tensor.shape[1])), _module(name, meant)
                 if kind is None:
                     written[name] = tensor.clone()
-                    kept += [module] if known else []
+                    kept.append(module)
                     continue
                 codes = rounded(tensor, kind) if measured is None else measured.rounded(meant, tensor, kind)
                 parts = _parts(codes, tensor.dtype)
@@ -189,6 +206,11 @@ def _write(
     config = read_json(source / CONFIG)
     config["quantization_config"] = _settings(form, groups, kept)
     (directory / CONFIG).write_text(json.dumps(config, indent=2), "utf-8")
+
+
+def _module(stored: str, meant: str) -> str:
+    """Returns the name of a matrix's module in settings: the stored one, with the prefix that engines give it."""
+    return (meant if meant == PREFIX + stored else stored).removesuffix(WEIGHT)
 
 
 def _parts(codes: Codes, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -14,6 +14,9 @@ from fastspec.errors import UnsupportedModel
 from fastspec.models.checkpoints.quantised.configs import quantisation_of
 from fastspec.models.checkpoints.quantised.schemes import Float8, Gptq, Int8, PackedInt
 from fastspec.models.checkpoints.quantised.tensors import cache_scale_names
+from fastspec.models.config import spec_from_config
+from fastspec.models.layer_table import tensor_shapes
+from tests.helpers.hybrid import config_of
 
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128, "dynamic": False}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "observer": "minmax"}
@@ -253,3 +256,9 @@ def test_scales_of_the_cache_are_the_text_layers_own() -> None:
         "audio_tower.layers.0.self_attn.kv_scale",
     ]
     assert cache_scale_names([*ours, *others], parameters) == ours
+
+
+def test_scales_of_the_cache_have_the_names_of_the_family() -> None:
+    spec = spec_from_config(config_of("nemotron_h"))
+    ours, others = ["backbone.layers.2.mixer.k_proj.k_scale"], ["mtp.layers.2.mixer.k_proj.k_scale"]
+    assert cache_scale_names([*ours, *others], tensor_shapes(spec), spec) == ours

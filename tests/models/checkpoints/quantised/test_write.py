@@ -12,12 +12,15 @@ from typer.testing import CliRunner
 
 from fastspec import CheckpointError, FastSpecGenerator, UnsupportedOption
 from fastspec.cli.app import app
-from fastspec.kernels.common.rounding import FORMATS
-from fastspec.models.checkpoints.decoder_weights import load_weights
+from fastspec.kernels.common.rounding import FORMATS, kind_for, rounded
+from fastspec.models.checkpoints.decoder_weights import load_weights, source_of
 from fastspec.models.checkpoints.pair import resolve_pair
 from fastspec.models.checkpoints.quantised.schemes import unpacked
 from fastspec.models.checkpoints.quantised.write import packed, write_quantised
+from fastspec.models.checkpoints.resolve import resolve
+from fastspec.models.layer_table import EMBED, HEAD
 from tests.helpers.checkpoints import make_checkpoint
+from tests.helpers.hybrid import make_states
 from tests.models.checkpoints.quantised.test_checkpoints import SMALL
 
 CPU = torch.device("cpu")
@@ -64,6 +67,22 @@ def test_the_package_of_the_format_reads_the_same_values(plain: Path, tmp_path: 
     parts = {name.removeprefix(f"{module}."): each for name, each in stored.items() if name.startswith(module)}
     parts |= {"weight_scale": parts["weight_scale"].float()}  # it multiplies in the dtype of the scales
     assert torch.equal(compressor.decompress(parts, scheme)["weight"].float(), layer.down.unpack())
+
+
+# their files have names of their own, some of them one weight of several layers; in Jamba's, decays are no matrix
+@pytest.mark.parametrize("kind", ["nemotron_h", "zamba2", "jamba", "kimi_linear", "ling", "lfm3"])
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_every_matrix_is_rounded_under_the_names_of_every_family(kind: str, form: str, tmp_path: Path) -> None:
+    make_states(kind).save_pretrained(tmp_path / "plain")
+    write_quantised(str(tmp_path / "plain"), tmp_path / "q", form)
+    plain, written = (source_of(resolve(tmp_path / each, role="target")) for each in ("plain", "q"))
+    with plain.open(), written.open():
+        for name, info in plain.infos().items():
+            wanted = plain.read(name)
+            if len(info.shape) == 2 and name.endswith(".weight") and name not in (EMBED, HEAD):
+                codes = kind_for(form, info.shape)  # type: ignore[arg-type]
+                wanted = wanted if codes is None else rounded(wanted, codes).dequantise(torch.float32)
+            assert torch.equal(written.read(name), wanted), name
 
 
 def test_a_sharded_checkpoint_keeps_its_files(plain: Path, tmp_path: Path) -> None:
