@@ -207,7 +207,7 @@ def _weights(
 
 
 def announce(settings: Settings, target: ModelSource, draft: ModelSource | None) -> None:
-    """Prints to stderr, before weights are loaded: max_length, the memory plan, and what quantised weights will take."""
+    """Prints to stderr, before weights are loaded: max_length, the memory plan, memory of quantised weights."""
     lines = [f"max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"]
     sizes = settings.memory.target_weights, settings.memory.draft_weights
     for role, source, size in zip(("target", "draft"), (target, draft), sizes, strict=True):
