@@ -201,7 +201,7 @@ class FastSpecGenerator(OfOneProcess):
             self._target, self._draft, self._settings = checked_arguments(target, draft, config, ranks)
             announce_synthetic(verification)
             if config.progress:
-                announce(self._settings)
+                announce(self._settings, self._target, self._draft)
             self.device, self.max_length = self._settings.device, self._settings.max_length
             self.memory_plan: MemoryPlan = self._settings.memory
             auto, layout = self._settings.auto, self._settings.layout

@@ -139,11 +139,12 @@ class Stats:
     def accepted_per_position(self) -> tuple[float, ...] | None:
         """Element j - 1 is the share of steps with draft tokens in which draft token j was accepted.
 
-        None if there were no draft tokens.
+        It ends at the largest number of draft tokens of a step. None if there were no draft tokens.
         """
         if not self.drafted:
             return None
-        width = max(len(row.histogram) for row in self.rows)
+        # with "auto" the largest k of the steps may be less than the largest k that it may choose
+        width = 1 + max(self.steps_at, default=max(len(row.histogram) for row in self.rows) - 1)
         counts = [sum(row.histogram[i] for row in self.rows if i < len(row.histogram)) for i in range(width)]
         steps = self.steps - self.plain_steps
         return tuple(sum(counts[j:]) / steps for j in range(1, width))

@@ -232,7 +232,12 @@ def source(rows: Sequence[Row]) -> str:
 
 def pictures(rows: Sequence[Row], folder: Path, on_a_cpu: Sequence[Row] = ()) -> list[Picture]:
     """Draws every picture that there are rows for, of a GPU and of a CPU."""
-    from perf import plots  # matplotlib is needed here alone
+    try:
+        from perf import plots  # matplotlib is needed here alone
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise SystemExit("the report draws its pictures with matplotlib: pip install matplotlib") from None
 
     rows = [row for row in rows if not row.get("max_length")]  # only tables tell other room apart
     ended = [row for row in newest(rows) if row["engine"].startswith(OURS)]

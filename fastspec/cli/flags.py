@@ -76,9 +76,18 @@ Dtype = Annotated[
         help="Dtype of weights and KV cache. Default: the checkpoint's on CUDA, fp32 on a CPU.",
     ),
 ]
-Target = Annotated[str | None, typer.Argument(help="Directory or Hub id of the target. Default: the shipped pair.")]
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        help="Directory, GGUF file, Hub id or owner/name:file.gguf of the target. Default: the shipped pair."
+    ),
+]
 Draft = Annotated[
-    str | None, typer.Option(help="Directory or Hub id of a draft model or head; mtp: the target's own MTP layer.")
+    str | None,
+    typer.Option(
+        help="Directory, GGUF file or Hub id of a draft model, or directory or Hub id of a head; mtp: the target's own "
+        "MTP layer."
+    ),
 ]
 MaxLength = Annotated[
     int | None, typer.Option(help="Largest number of tokens of prompt and new text. Memory is reserved for them.")

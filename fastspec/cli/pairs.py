@@ -12,7 +12,9 @@ from fastspec.models.pairs import GROUPS, natural_pairs
 
 
 def pairs(
-    model: Annotated[str | None, typer.Argument(help="Directory or Hub id. Default: the whole table.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(help="Directory, GGUF file or Hub id. Default: the whole table.")
+    ] = None,
 ) -> None:
     """Lists draft models for a target: smaller models with the same tokenizer, then others. Needs no network."""
     if model is None:

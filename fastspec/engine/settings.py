@@ -206,10 +206,15 @@ def _weights(
     return target.bytes_loaded(layout.target_dtype, device, ops), of_draft
 
 
-def announce(settings: Settings) -> None:
-    """Prints the chosen max_length and the memory plan to stderr."""
-    line = f"fastspec: max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"
-    tqdm.write(line, file=sys.stderr)
+def announce(settings: Settings, target: ModelSource, draft: ModelSource | None) -> None:
+    """Prints to stderr, before weights are loaded: max_length, the memory plan, memory of quantised weights."""
+    lines = [f"max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"]
+    sizes = settings.memory.target_weights, settings.memory.draft_weights
+    for role, source, size in zip(("target", "draft"), (target, draft), sizes, strict=True):
+        if source is not None and source.stored:
+            lines.append(f"{role}: {source.stored}; at most {size / 2**20:.1f} MiB in memory")
+    for line in lines:
+        tqdm.write(f"fastspec: {line}", file=sys.stderr)
 
 
 def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None, device: torch.device) -> int:

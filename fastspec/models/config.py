@@ -342,10 +342,11 @@ def _refuse_unread_settings(fields: ConfigFields, act: tuple[str, str] | None, *
 
 
 def _refuse_quantised(fields: ConfigFields) -> None:
-    if says_quantised(fields.get("quantization_config")):
-        fields.refuse(
-            "quantization_config", fields.get("quantization_config"), "its directory in place of the live model"
-        )
+    found = fields.get("quantization_config")
+    if says_quantised(found):
+        method = found.get("quant_method") if isinstance(found, Mapping) else getattr(found, "quant_method", None)
+        stored = "the path of its GGUF file" if method == "gguf" else "its directory"
+        fields.refuse("quantization_config", found, f"{stored} in place of the live model")
 
 
 def says_quantised(value: object) -> bool:

@@ -320,7 +320,7 @@ def test_every_kind_of_network_failure_is_a_checkpoint_error(
 def test_a_file_is_answered_with_its_directory(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: pytest.fail("asked the Hub"))
     for source in (directory / SINGLE, str(directory / SINGLE), "owner/model.safetensors"):
-        assert "names a file; wanted a checkpoint directory" in refusal(source)
+        assert "names a file; wanted a GGUF file, or a checkpoint directory" in refusal(source)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from perf.cases import SMOKE, Case
 from perf.kernels.passes import pass_rows
 from perf.models import batches_of
 from perf.records import ROOT, Row
+from perf.report import pictures
 from perf.startup import PARTS
 from perf.tasks import read_tasks
 from perf.workloads import WORKLOADS, Bytes
@@ -257,6 +258,14 @@ def test_a_start_is_taken_apart(ranks: int, tmp_path: Path) -> None:
         assert whole >= seconds["first token"] - 0.01
         assert (seconds["exchange"] > 0) == (ranks > 1)
         assert 0 < seconds["build"] + seconds["read"] <= seconds["make"] + 0.01
+
+
+def test_the_report_names_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "perf.plots", raising=False)
+    monkeypatch.delattr("perf.plots", raising=False)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        pictures([], tmp_path)
 
 
 def test_help_needs_no_matplotlib() -> None:

@@ -148,6 +148,14 @@ def test_progress_is_announced(pair: tuple[Path, Path], capsys: pytest.CaptureFi
         assert "timing steps" in capsys.readouterr().err
 
 
+def test_no_acceptance_is_told_of_drafts_that_no_step_had(pair: tuple[Path, Path]) -> None:
+    with made(pair, num_speculative_tokens=3) as gen:
+        stats = full(gen, num_speculative_tokens=[1, 2, 1]).stats
+        assert max(stats.steps_at) == 2
+        assert stats.accepted_per_position is not None
+        assert len(stats.accepted_per_position) == 2
+
+
 def test_auto_in_one_call_of_a_generator_made_for_a_number(pair: tuple[Path, Path]) -> None:
     with made(pair, num_speculative_tokens=3) as gen:
         assert gen.num_speculative_tokens == 3

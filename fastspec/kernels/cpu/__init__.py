@@ -1,1 +1,1 @@
-"""Attention and matrix products for the CPU."""
+"""Attention, matrix products and lookup of drafts for the CPU."""

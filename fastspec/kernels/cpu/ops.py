@@ -11,7 +11,7 @@ from typing_extensions import override
 from fastspec.kernels import reference
 from fastspec.kernels.common.kv_scales import FP8
 from fastspec.kernels.common.weights import Format, Weight
-from fastspec.kernels.cpu import attention, state_space
+from fastspec.kernels.cpu import attention, lookup, state_space
 from fastspec.kernels.cpu.blocked import WIDE, is_supported
 from fastspec.kernels.ops import Ops
 from fastspec.kernels.reference.attention import AttendCall
@@ -21,7 +21,8 @@ from fastspec.shapes import UNTILED, Tiling
 class CpuOps(Ops):
     """Ops in torch, except matrix products with blocked weights (cpu/blocked.py) and attention (cpu/attention.py).
 
-    Prompts of Mamba-2 pass in chunks (cpu/state_space.py).
+    Prompts of Mamba-2 pass in chunks (cpu/state_space.py). Lookup reads no further than the longest row
+    (cpu/lookup.py).
 
     Row-major weights are multiplied as in `reference.linear`. Row-major are all fp16 weights, and the weights of
     hosted models, of experts and of models that are split over ranks.
@@ -90,6 +91,7 @@ class CpuOps(Ops):
             return reference.attend(call)
         return attention.attend(call, work)
 
+    look_up = staticmethod(lookup.look_up)
     mamba = staticmethod(state_space.mamba)
 
 

@@ -266,8 +266,9 @@ def _runs(call: LookUp, source: RepeatedText) -> Tensor:
     columns = torch.zeros(len(same), depth, width, dtype=torch.int32, device=same.device)
     runs = columns.as_strided(same.shape, (depth * width, width + 1, 1))
     runs.copy_(same)
-    for one in range(depth - 2, -1, -1):
-        columns[:, one].addcmul_(columns[:, one + 1], columns[:, one])
+    of_end = columns.unbind(1)
+    for one, longer in zip(of_end[-2::-1], of_end[:0:-1], strict=True):
+        one.addcmul_(longer, one)
     return runs
 
 

@@ -45,7 +45,8 @@ def download(source: str | os.PathLike[str], revision: str | None, check: Callab
         )
     if os.path.isfile(source) or name.endswith(OF_FILES):
         raise CheckpointError(
-            f"{name!r} names a file; wanted a checkpoint directory, in which weights lie beside a config.json"
+            f"{name!r} names a file; wanted a GGUF file, or a checkpoint directory, in which weights lie beside a "
+            "config.json"
         )
     if not isinstance(source, str) or os.path.exists(source) or HUB_ID.fullmatch(source) is None:
         raise CheckpointError(

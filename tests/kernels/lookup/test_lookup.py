@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fastspec.kernels import reference
+from fastspec.kernels.cpu.ops import CPU_OPS
+from fastspec.kernels.reference import lookup as definition
 from fastspec.kernels.reference.lookup import LookUp, Predictions, SharedTexts
 from fastspec.proposers.texts import TextIndex, rungs_between
 from tests.helpers.devices import devices
@@ -64,9 +68,11 @@ def a_call(
     return LookUp(tokens.to(device), lengths.to(device), min_n, max_n, given, tuple(texts), per_match, own)
 
 
-def assert_equal(call: LookUp, k: int) -> Tensor:
+def assert_equal(
+    call: LookUp, k: int, tried: Callable[[LookUp, int], tuple[Tensor, Tensor]] = lookup.look_up
+) -> Tensor:
     found = []
-    for look_up in (lookup.look_up, reference.look_up):
+    for look_up in (tried, reference.look_up):
         drafts, counts = look_up(call, k)
         valid = torch.arange(k, device=drafts.device) < counts[:, None]
         found.append((counts, torch.where(valid, drafts, 0)))
@@ -81,6 +87,30 @@ def assert_equal(call: LookUp, k: int) -> Tensor:
 def test_the_kernels_equal_their_torch_definition(min_n: int, max_n: int, k: int, device: str) -> None:
     for seed in range(1, 8 if device == "cpu" else 200):
         assert_equal(a_call(seed, min_n, max_n, device, weighted=bool(seed % 2)), k)
+
+
+@pytest.mark.parametrize(("min_n", "max_n", "k"), SEARCHES, ids=str)
+def test_the_cpu_searches_no_column_behind_the_longest_row(
+    min_n: int, max_n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[Tensor] = []
+    follow = definition.follow
+    monkeypatch.setattr(
+        definition, "follow", lambda call, source: (searched.append(source.tokens), follow(call, source))[1]
+    )
+
+    def on_a_cpu(call: LookUp, k: int) -> tuple[Tensor, Tensor]:
+        searched.clear()
+        found = CPU_OPS.look_up(call, k)
+        assert max(tokens.shape[1] for tokens in searched) == WIDTH
+        return found
+
+    for seed in range(1, 20):
+        call = a_call(seed, min_n, max_n, "cpu", weighted=bool(seed % 2))
+        call = replace(call, tokens=pad(call.tokens, (0, 900), value=1))
+        if (given := call.prediction) is not None:
+            call = replace(call, prediction=replace(given, tokens=pad(given.tokens, (0, 900), value=1)))
+        assert_equal(call, k, on_a_cpu)
 
 
 def test_each_source_drafts_in_these_calls() -> None:

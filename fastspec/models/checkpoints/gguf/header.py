@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 GGUF_SUFFIX: Final = ".gguf"
+MAGIC: Final = b"GGUF"  # first bytes of a file
 VERSIONS: Final = (2, 3)
 ALIGNMENT: Final = "general.alignment"
 SPLITS: Final = "split.count"
@@ -107,8 +108,8 @@ class _HeaderParser:
     def parse(self) -> GgufHeader:
         """Reads the whole header."""
         magic = bytes(self._view[:4])
-        if magic != b"GGUF":
-            raise CheckpointError(f"{self._path}: starts with {magic!r}, wanted b'GGUF'; download the file again")
+        if magic != MAGIC:
+            raise CheckpointError(f"{self._path}: starts with {magic!r}, wanted {MAGIC!r}; download the file again")
         self._at = 4
         version = self._number("I", "the version")
         if version not in VERSIONS:

@@ -34,7 +34,7 @@ from typing_extensions import override
 from fastspec.errors import CheckpointError, UnsupportedModel
 from fastspec.kernels.common.codes import BITS, Codes, CodesKind
 from fastspec.models.checkpoints.gguf.config import ROPE_TENSORS, gguf_arch
-from fastspec.models.checkpoints.gguf.header import CODES, GGUF_SUFFIX, GgufHeader
+from fastspec.models.checkpoints.gguf.header import CODES, GGUF_SUFFIX, MAGIC, GgufHeader
 from fastspec.models.checkpoints.tensor_checks import listing
 from fastspec.models.checkpoints.tensor_source import TensorInfo, TensorSource
 from fastspec.models.layer_table import EMBED, tensor_shapes
@@ -214,7 +214,8 @@ class GgufTensors(TensorSource):
 def find_gguf(source: object) -> Path | None:
     """Returns the path of the local GGUF file that the source names. None: the source is something else.
 
-    The source is the path of the file, or of a directory that has one GGUF file and no safetensors.
+    The source is the path of the file, or of a directory that has one GGUF file and no safetensors. A file that is
+    named by its path may have any suffix, as in the stores of other programs: then its first bytes tell.
 
     Raises:
         CheckpointError: a directory with several GGUF files and no safetensors.
@@ -223,7 +224,7 @@ def find_gguf(source: object) -> Path | None:
         return None
     path = Path(os.path.abspath(os.path.expanduser(source)))
     if os.path.isfile(path):
-        return path if path.suffix.lower() == GGUF_SUFFIX else None
+        return path if path.suffix.lower() == GGUF_SUFFIX or _begins_as_gguf(path) else None
     if not os.path.isdir(path) or any(path.glob("*.safetensors*")):
         return None
     files = sorted(each for each in path.iterdir() if each.suffix.lower() == GGUF_SUFFIX)
@@ -233,6 +234,14 @@ def find_gguf(source: object) -> Path | None:
             f"{files[0]}"
         )
     return files[0] if files else None
+
+
+def _begins_as_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
 
 
 def tokenizer_of_gguf(header: GgufHeader, role: str) -> PreTrainedTokenizerBase | None:

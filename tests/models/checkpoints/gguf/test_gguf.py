@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -117,6 +118,33 @@ def test_a_scale_that_is_no_number_is_told(tmp_path: Path) -> None:
     file.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"blk.0.ffn_up.weight has a scale that is not finite"):
         load_weights(resolve(file, role="target"), dtype=torch.float32, device=CPU, progress=False)
+
+
+def test_memory_is_said_before_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.gguf"
+    write_gguf(file, make_gguf_model("llama"), "llama", Kind.Q4_0)
+    with FastSpecGenerator(file, dtype="float32", device="cpu", max_length=96) as generator:
+        size = generator.memory_plan.target_weights / 2**20
+    said = capsys.readouterr().err
+    assert f"MiB of GGUF's Q4_0; at most {size:.1f} MiB in memory" in said
+    assert said.index("in memory") < said.index("loading target")
+
+
+def test_a_file_may_have_any_suffix(tmp_path: Path) -> None:
+    file = tmp_path / "sha256-0123"
+    held = write_gguf(file, make_gguf_model("llama"), "llama")
+    assert ours(file) == theirs(held)
+    assert ours(str(file)) == theirs(held)
+
+
+def test_a_live_model_from_a_file_is_sent_to_the_file() -> None:
+    model = make_gguf_model("llama")
+    model.config.quantization_config = SimpleNamespace(quant_method="gguf", gguf_file="model.gguf")
+    with pytest.raises(UnsupportedModel, match="wanted the path of its GGUF file in place of the live model"):
+        resolve(model, role="target")
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(UnsupportedModel, match="wanted its directory in place of the live model"):
+        resolve(model, role="target")
 
 
 def test_explain_says_what_is_dequantised(tmp_path: Path) -> None:
