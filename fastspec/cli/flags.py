@@ -190,12 +190,15 @@ def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
 
 
 def text_of(file: Path | str, flag: str) -> str:
-    """Reads the UTF-8 text of a file that a flag names."""
+    """Reads the UTF-8 text of a file that a flag names. An empty file is refused."""
     path = Path(file)  # some versions of typer pass a str
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"cannot read {path} as UTF-8 text: {error}", param_hint=flag) from None
+    if not text:
+        raise typer.BadParameter(f"{path} is empty; name a file with text, or leave {flag} out", param_hint=flag)
+    return text
 
 
 def proposer_of(
