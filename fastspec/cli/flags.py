@@ -295,7 +295,9 @@ def check_text(text: str) -> None:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    """Returns the flag as users write it: the name in the table of options, else the parameter's with dashes."""
+    flag = ROWS[name].flag if name in ROWS else None
+    return (flag.name if isinstance(flag, Flag) else "") or "--" + name.replace("_", "-")
 
 
 def _texts(texts: Sequence[str], flag: str) -> list[str]:
