@@ -280,7 +280,7 @@ def check_values(flags: Mapping[str, Any]) -> None:
             try:
                 check_text(text)
             except ValueError as error:
-                raise typer.BadParameter(str(error), param_hint=_flag(name).removesuffix("s")) from None
+                raise typer.BadParameter(str(error), param_hint=_flag(name)) from None
 
 
 def check_text(text: str) -> None:
