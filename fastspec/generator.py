@@ -864,13 +864,15 @@ class FastSpecGenerator(OfOneProcess):
             text: the text, which is encoded without special tokens, or its token ids.
 
         Raises:
-            ValueError: an id is out of range, or there is not enough memory for the text in `corpus_tokens`.
+            ValueError: the text has no tokens, an id is out of range, or `corpus_tokens` has no room for the text.
             UnsupportedOption: the generator's proposer has no memory for such texts.
             RuntimeError: a call or a handle is running, or the generator is closed.
         """
         texts = corpora_of(self._open().engine.texts)
         given = self.tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
         (ids,) = id_sequences("corpus", given, 1, self.vocab_size)
+        if not ids:
+            raise ValueError(f"corpus {name!r} has no tokens; give a text, or remove_corpus({name!r})")
         with self._open().alone() as scheduler, scheduler.engine.on_device():
             texts.add_corpus(name, ids)
 

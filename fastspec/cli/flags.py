@@ -199,12 +199,15 @@ def drawing(options: Mapping[str, Any], temperature: float) -> dict[str, Any]:
 
 
 def text_of(file: Path | str, flag: str) -> str:
-    """Reads the UTF-8 text of a file that a flag names."""
+    """Reads the UTF-8 text of a file that a flag names. An empty file is refused."""
     path = Path(file)  # some versions of typer pass a str
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise typer.BadParameter(f"cannot read {path} as UTF-8 text: {error}", param_hint=flag) from None
+    if not text:
+        raise typer.BadParameter(f"{path} is empty; name a file with text, or leave {flag} out", param_hint=flag)
+    return text
 
 
 def proposer_of(
@@ -286,7 +289,7 @@ def check_values(flags: Mapping[str, Any]) -> None:
             try:
                 check_text(text)
             except ValueError as error:
-                raise typer.BadParameter(str(error), param_hint=_flag(name).removesuffix("s")) from None
+                raise typer.BadParameter(str(error), param_hint=_flag(name)) from None
 
 
 def check_text(text: str) -> None:
@@ -301,7 +304,9 @@ def check_text(text: str) -> None:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    """Returns the flag as users write it: the name in the table of options, else the parameter's with dashes."""
+    flag = ROWS[name].flag if name in ROWS else None
+    return (flag.name if isinstance(flag, Flag) else "") or "--" + name.replace("_", "-")
 
 
 def _texts(texts: Sequence[str], flag: str) -> list[str]:

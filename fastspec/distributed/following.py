@@ -51,7 +51,7 @@ class RequestNumbers:
             del self._requests[number]
 
     def of(self, requests: list[Request]) -> list[int]:
-        """Returns the numbers of `requests`, without requests that have ended."""
+        """Returns the numbers of those of `requests` that have not ended, in the same order."""
         return [self._of[request] for request in requests if request in self._of]
 
     def requests(self, numbers: list[int]) -> list[Request]:

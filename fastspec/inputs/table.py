@@ -629,8 +629,8 @@ OFF: Final[Mapping[str, tuple[Any, ...]]] = {
 # config entries that are refused, with what to do instead
 ADVICE: Final[Mapping[str, str]] = {
     "max_time": "end the iteration over stream() after that time",
-    "prompt_lookup_num_tokens": "pass a draft model",
-    "assistant_early_exit": "pass a draft model",
+    "prompt_lookup_num_tokens": "make the generator with proposer=NGram()",
+    "assistant_early_exit": "the draft is the generator's: FastSpecGenerator(target, draft)",
 }
 # arguments of transformers' `generate` that are not config entries, with what to do instead
 ARGUMENTS: Final[Mapping[str, str]] = {

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = ["StreamWriter", "TextStream", "escape_control"]
 
+if not TYPE_CHECKING:  # a type checker that sees it takes any misspelt name for an export
 
-def __getattr__(name: str) -> Any:
-    """Imports a public name of this package at its first use, if the name needs transformers."""
-    if name not in ("StreamWriter", "TextStream"):
-        raise AttributeError(f"module 'fastspec.text' has no attribute {name!r}")
-    from fastspec.text import text_stream
+    def __getattr__(name: str) -> Any:
+        """Imports a public name of this package at its first use, if the name needs transformers."""
+        if name not in ("StreamWriter", "TextStream"):
+            raise AttributeError(f"module 'fastspec.text' has no attribute {name!r}")
+        from fastspec.text import text_stream
 
-    return getattr(text_stream, name)
+        return getattr(text_stream, name)

@@ -230,6 +230,12 @@ def test_texts_for_drafts_reach_the_generator(tmp_path: Path) -> None:
     assert added == [(str(old), "x = 1\n" * 1000)]
     refused = invoke(Stub(), "generate", "--prompt", "x", "--corpus", str(old), "--proposer", "ngram")
     assert "ngram looks in the row alone; give suffix with --corpus" in refused.stderr
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    for flag in ("--corpus", "--prediction"):
+        refused = invoke(Stub(), "generate", "--prompt", "x", flag, str(empty))
+        assert refused.exit_code == 2
+        assert f"{empty} is empty; name a file with text, or leave {flag} out" in " ".join(refused.stderr.split())
 
 
 @pytest.fixture(scope="module")

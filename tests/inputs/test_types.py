@@ -15,7 +15,7 @@ import asyncio
 import torch
 from transformers import GenerationConfig
 
-from fastspec import FastSpecGenerator, GenerateOptions, Handle, NGram
+from fastspec import FastSpecGenerator, GenerateOptions, Handle, MemoryPlan, NGram, Suffix
 
 
 def main() -> None:
@@ -37,10 +37,16 @@ def main() -> None:
         async def answer() -> list[int]:
             return [token async for token in generator.submit([1], bad_words_ids=[[5]], min_new_tokens=2)]
 
+        repeated = generator.generate([[1], [2]], predictions=["old", None], session="a", return_dict_in_generate=True)
+        print(repeated.stats.accepted_per_position)
         print(asyncio.run(answer()), generator.calibrate([[1, 2]], max_new_tokens=16).best)
+    plan: MemoryPlan = FastSpecGenerator.plan("target", proposer=Suffix(corpus_tokens=8, remember="all"))
+    print(plan)
 """
 WRONG = """
 from fastspec import FastSpecGenerator
+from fastspec import FastSpecGeneratr
+from fastspec.text import TextStraem
 
 
 def main(generator: FastSpecGenerator) -> None:
@@ -69,4 +75,5 @@ def test_a_type_checker_finds_what_is_misspelt_and_nothing_else(tmp_path: Path) 
     errors = [line for line in checked.stdout.splitlines() if ": error:" in line]
     assert [line for line in errors if "wrong.py" not in line] == [], checked.stdout + checked.stderr
     found = {int(line.split(":")[1]) for line in errors}
-    assert found == {number for number, line in enumerate(WRONG.splitlines(), 1) if line.startswith("    generator.")}
+    wrong = ("    generator.", "from fastspec import FastSpecGeneratr", "from fastspec.text import TextStraem")
+    assert found == {number for number, line in enumerate(WRONG.splitlines(), 1) if line.startswith(wrong)}

@@ -103,6 +103,11 @@ def test_a_corpus_drafts_until_it_is_removed(pair: tuple[Path, Path], plain: Fas
             generator.remove_corpus("answers")
         with pytest.raises(ValueError, match="corpus: an id must be a whole number"):
             generator.add_corpus("bad", [999])
+        with pytest.raises(ValueError, match="corpus must be a text or a list of token ids"):
+            generator.add_corpus("bad", 5)  # type: ignore[arg-type]
+        for empty in ("", []):
+            with pytest.raises(ValueError, match=r"corpus 'bad' has no tokens; .* remove_corpus\('bad'\)"):
+                generator.add_corpus("bad", empty)
         stream = generator.stream(PROMPTS, max_new_tokens=4)
         next(stream)
         with pytest.raises(RuntimeError, match="in use"):

@@ -41,12 +41,12 @@ MAX_REGISTERS = 255
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Sizes of a decode pass.
+    """Sizes of the attention of a decode pass: B sequences, Q tokens each, H query heads, Hkv KV heads.
 
     Attributes:
-        num_rows: query rows of one KV head, Q * H / Hkv.
-        pairs: number of pairs (row of the batch, KV head), B * Hkv.
-        dim: head_dim.
+        num_rows: number of query vectors that share one KV head of one sequence, Q * H / Hkv.
+        pairs: number of pairs (sequence, KV head), B * Hkv.
+        dim: number of elements of a query or key vector, head_dim.
     """
 
     num_rows: int

@@ -61,8 +61,10 @@ def packed_linear(
     """Returns act(rms_norm(x) @ weight.T + bias) + residual, as `Ops.packed_linear`. The table above has the shapes.
 
     Args:
-        x, weight, bias, norm, residual: see the table above. bias, norm or residual None: the operation is left out.
-        gated: True if act is silu(gate) * up. The first half of the weight's N rows are gate rows, as before packing.
+        x, weight, bias, norm, residual: see the table above. Operations whose bias, norm or residual is None
+            are left out.
+        gated: True if act is silu(gate) * up. Before packing, the first half of the weight's N rows gives gate, and the
+            second half gives up.
         gelu: True for gelu instead of silu in a gated product.
         out_dtype: dtype of the result: x's, or float32. Default: x's.
         pdl: True to launch with programmatic dependent launch: the kernels may start before the previous kernel ends,

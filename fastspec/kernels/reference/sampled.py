@@ -89,8 +89,8 @@ def sampled_commit(
 def processed_logits(logits: Tensor, rows: SampledRows, work: Any) -> Tensor:
     """Returns the logits from whose softmax rows sample, so that their log-probabilities can be recorded.
 
-    These are the logits after the logit processors, temperature, top-k, top-p and min-p. Rows whose `processed` is
-    False keep the raw logits.
+    These are the logits after the logit processors, temperature, top-k, top-p and min-p. Rows with False in
+    `rows.processed` keep the raw logits.
 
     Args:
         logits: fp32 [B, k+1, V], the target's logits.

@@ -25,8 +25,8 @@ class OutputItem:
     Args:
         index: index of the item in the output.
         kind: type of the item: "message", "reasoning" or "function_call".
-        facts: further keys of the item, with their values.
-        encodes: True if a complete reasoning item has an `encrypted_content`.
+        facts: keys and values that are added to the JSON object of the item.
+        encodes: True if a reasoning item has the key `encrypted_content` when its text is complete.
 
     Attributes:
         text: text of the item so far; for a call its arguments.

@@ -223,7 +223,7 @@ class TextReader:
         return taken
 
     def rest(self) -> Steps[None]:
-        """Takes all further text, up to the end of the answer, and adds it as content."""
+        """Reads the rest of the answer and adds it to its content."""
         yield from self.content_until()
 
     def _pass(self, take: Callable[[str], object], marks: Iterable[str]) -> Steps[str | None]:
