@@ -314,7 +314,7 @@ def test_what_is_no_checkpoint(tmp_path: Path, what: str) -> None:
         path.mkdir()
     elif what == "file":
         path.write_bytes(b"{}")
-    with pytest.raises(CheckpointError, match=r"^target: .*wanted a GGUF file, or a checkpoint directory"):
+    with pytest.raises(CheckpointError, match=r"^target: .*wanted a.* checkpoint directory"):
         made(path)
 
 
