@@ -66,9 +66,9 @@ def rows_with(pair: Pair, ranks: int | None, draft: str, given: argparse.Namespa
     command = [sys.executable]
     if ranks is not None:
         options["tensor_parallel"] = ranks
-    if ranks is not None and ranks > 1:
-        options["draft_tensor_parallel"] = split
-        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1:
+            options["draft_tensor_parallel"] = split
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     fixed: Row = {"bench": "ranks", "workload": OWN if given.target else given.workload, "draft": draft}
     fixed |= {"ranks": ranks or 1, "tensor_parallel": ranks}
     asked = {name: getattr(given, name) for name in ("batches", "ks", "prompt", "new", "ids")} | {"options": options}

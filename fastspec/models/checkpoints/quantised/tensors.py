@@ -18,7 +18,7 @@ from torch import Tensor
 from fastspec.errors import CheckpointError
 from fastspec.kernels.common.codes import Codes, CodesKind
 from fastspec.kernels.common.kv_scales import KVScales
-from fastspec.models.checkpoints.parameter_names import PREFIX, parameter_of, table_name
+from fastspec.models.checkpoints.parameter_names import PREFIX, parameter, parameter_of, table_name
 from fastspec.models.checkpoints.quantised.configs import Quantisation
 from fastspec.models.checkpoints.quantised.schemes import Float8, Over, Scheme
 from fastspec.models.checkpoints.safetensors_files import STORED_DTYPES
@@ -66,7 +66,7 @@ def cache_scale_names(infos: Collection[str], parameters: Collection[str], spec:
             return False
         ours = _LAYER.match(mine)
         assert ours is not None
-        return parameter_of(f"{name[: found.end(1)]}.{mine[ours.end() :]}", [mine], spec) == mine
+        return parameter(f"{name[: found.end(1)]}.{mine[ours.end() :]}", [mine]) == mine
 
     return [name for name in infos if is_ours(name)]
 
