@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypedDict
 
@@ -84,9 +84,14 @@ class Config:
     graphs: bool | None = None
     compile: bool = False
     nvtx: bool = False
-    progress: bool = True
+    progress: bool | Callable[[str], object] = True
     tensor_parallel: int | str | None = None
     draft_tensor_parallel: str | None = None
+
+    @property
+    def bars(self) -> bool:
+        """True if progress bars are shown."""
+        return not callable(self.progress) and bool(self.progress)
 
     @property
     def chooses_format(self) -> bool:
@@ -121,6 +126,8 @@ class Config:
             if value is None and name in ("prefix_cache", "exact", "compile"):  # None would be read as False
                 raise ValueError(f"{name} must be True or False, got None; leave it out for the default")
             flag(name, value)  # a text such as "no" would be read as True
+        if not callable(self.progress) and not isinstance(scalar(self.progress), bool | None):
+            raise ValueError(f"progress must be True, False or a function of a line, got {self.progress!r}")
         if self.prefill_budget is not None:
             check_range("prefill_budget", self.prefill_budget, 1, _MAX_BUDGET)
         if not with_draft and self.draft_quantization not in (None, AUTO):

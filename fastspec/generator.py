@@ -123,7 +123,8 @@ class FastSpecGenerator(OfOneProcess):
             from the host. Default: True on CUDA with Triton.
         compile: True runs both models through torch.compile instead of fastspec's own fused kernels; needs exact=False.
         nvtx: True marks steps and their phases for a profiler.
-        progress: True shows progress and the chosen max_length on stderr.
+        progress: True shows progress bars on stderr, and before them the chosen max_length and the memory. A function
+            is called with each of these lines instead, and no bars are shown.
         tensor_parallel: number of processes, each with its own GPU, that share the target: 1, 2, 4 or 8. "auto": all
             processes that torchrun started. Each process makes the same generator and the same calls
             (docs/guides/several-gpus.md).
@@ -165,7 +166,7 @@ class FastSpecGenerator(OfOneProcess):
         graphs: bool | None = None,
         compile: bool = False,
         nvtx: bool = False,
-        progress: bool = True,
+        progress: bool | Callable[[str], object] = True,
         tensor_parallel: int | str | None = None,
         draft_tensor_parallel: str | None = None,
     ) -> None:
@@ -195,13 +196,13 @@ class FastSpecGenerator(OfOneProcess):
             nvtx=nvtx,
             tensor_parallel=tensor_parallel,
             draft_tensor_parallel=draft_tensor_parallel,
-            progress=progress and ranks.first,
+            progress=progress if ranks.first else False,
         )
         with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
             self._target, self._draft, self._settings = checked_arguments(target, draft, config, ranks)
             announce_synthetic(verification)
             if config.progress:
-                announce(self._settings, self._target, self._draft)
+                announce(self._settings, self._target, self._draft, config.progress)
             self.device, self.max_length = self._settings.device, self._settings.max_length
             self.memory_plan: MemoryPlan = self._settings.memory
             auto, layout = self._settings.auto, self._settings.layout
@@ -221,7 +222,7 @@ class FastSpecGenerator(OfOneProcess):
             self._layouts = dict[str, dict[int, tuple[object, ...]]]()  # of quantised weights, as steps were captured
             self._half = set[str]()  # models whose weights are part old, part new, because an update has failed
             self._numbers = RequestNumbers()
-            make_ready = partial(warm_up_for, progress=config.progress, loaded=ranks.world.wait_for_all)
+            make_ready = partial(warm_up_for, progress=config.bars, loaded=ranks.world.wait_for_all)
             self._streams: WeakSet[Generator[Emitted, None, None]] = WeakSet()  # iterations of calls, ended or not
             self._loop = _loop_of(engine, make_ready, self.max_length, ranks, self._numbers)
             with filling(weights, self.device) as loaded:
@@ -848,7 +849,7 @@ class FastSpecGenerator(OfOneProcess):
                     choice,
                     length,
                     shortest,
-                    progress=self._settings.config.progress,
+                    progress=self._settings.config.bars,
                     prompts=not shortest,
                     loaded=all_ready,
                     compilers=compilers,

@@ -113,6 +113,7 @@ def generate(
         asked = flags.options_of(shaping)
         check_grammar(asked)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "max_length": max_length}
+        options["progress"] = progress.tell
         corpora = flags.corpora_of(corpus)
         options["max_batch_size"] = min(asked.get("num_return_sequences", 1), _AT_ONCE)
         options |= flags.given(
@@ -189,7 +190,7 @@ def demo(
             target, draft = map(str, demo_pair())
         else:
             target, draft = str(real_model(model)), None
-            rounded |= {"proposer": flags.proposer_of("ngram")}
+            rounded |= {"proposer": flags.proposer_of("ngram"), "progress": progress.tell}
         asked = prompt or (DEMO_PROMPT if model is None else REAL_PROMPT)
         start_ranks(tensor_parallel, device, context=context)
         progress.stage(LOADING)

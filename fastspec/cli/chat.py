@@ -55,7 +55,7 @@ def chat(
         sampling = flags.given(top_p=top_p, seed=seed)
         sampling |= flags.drawing(sampling, temperature)
         options: dict[str, Any] = {"max_batch_size": 1, "device": device, "max_length": max_length, "dtype": dtype}
-        options |= {"num_speculative_tokens": num_speculative_tokens, "progress": False}
+        options |= {"num_speculative_tokens": num_speculative_tokens, "progress": progress.tell}
         options |= flags.given(
             target_quantization=target_quantization,
             draft_quantization=draft_quantization,

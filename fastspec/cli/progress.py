@@ -18,7 +18,7 @@ _CLEAR = "\r\x1b[K"
 class Progress:
     """Shows the name of the running stage and the seconds since the command began. It is a context manager.
 
-    Writes nothing if the stream is not a terminal.
+    The line of the stage is not written if the stream is not a terminal.
 
     Args:
         stream: terminal to write to. None: stderr.
@@ -39,6 +39,14 @@ class Progress:
             self._stage = name
             if name is None:
                 self._clear()
+
+    def tell(self, line: str) -> None:
+        """Writes a line that stays, also to a stream that is not a terminal."""
+        if self._stream is None:  # closed before the command began
+            return
+        with self._lock:
+            self._clear()
+            self._write(f"fastspec: {line}\n")
 
     def follow(self, wait: Callable[[float], bool]) -> None:
         """Updates the line until the context is left.

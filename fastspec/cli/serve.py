@@ -179,7 +179,7 @@ def serve(
             raise typer.BadParameter("it needs --api-key", param_hint="--allow-weight-updates")
         access = Access(keys, tuple(origins or ()), root_path, weight_updates=allow_weight_updates)
         options: dict[str, Any] = {"max_batch_size": max_batch_size, "max_length": max_length, "device": device}
-        options |= {"num_speculative_tokens": num_speculative_tokens, "dtype": dtype, "progress": False}
+        options |= {"num_speculative_tokens": num_speculative_tokens, "dtype": dtype}
         options |= flags.given(
             tensor_parallel=tensor_parallel,
             target_quantization=target_quantization,
@@ -191,7 +191,7 @@ def serve(
         start_ranks(tensor_parallel, device, ends_by_signal=True, context=context)
         set_up_logging(log_level)
         if this_rank() > 0:  # rank 0 answers
-            with FastSpecGenerator(source, drafter, **options) as generator:
+            with FastSpecGenerator(source, drafter, **options, progress=False) as generator:
                 _add_corpora(generator, corpora)
                 _warm_up(generator, SAMPLERS)
                 follow(generator)
@@ -203,7 +203,7 @@ def serve(
         ):
             progress.stage(LOADING)
             with answering_that_models_load(on, certificate):
-                generator = FastSpecGenerator(source, drafter, **options)
+                generator = FastSpecGenerator(source, drafter, **options, progress=progress.tell)
                 _add_corpora(generator, corpora)
                 _warm_up(generator, SAMPLERS)
             progress.stage(None)

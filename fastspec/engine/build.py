@@ -337,7 +337,7 @@ class _Models:
             ops=self._inside,
             sizes=self._sizes,
             length=self._settings.max_length,
-            progress=self._config.progress,
+            progress=self._config.bars,
             mark=self._mark,
             work=self._work,
         )
@@ -352,7 +352,7 @@ class _Models:
         exchange = None if spec.cut is None else self._exchange
         where: dict[str, Any] = {"dtype": dtype, "device": settings.device}
         model = HostedModel(spec, self._ops, **where, exchange=exchange, **pages, **self._sizes)
-        load_hosted(checkpoint, model, **where, release=self._config.release_source, progress=self._config.progress)
+        load_hosted(checkpoint, model, **where, release=self._config.release_source, progress=self._config.bars)
         if exchange is not None:
             self._ranks.world.wait_for_all()
         admit(model, checkpoint.name, settings.decode_tiling, self._sizes["max_queries"])
@@ -365,7 +365,7 @@ class _Models:
             checkpoint,
             dtype=dtype,
             device=self._settings.device,
-            progress=self._config.progress,
+            progress=self._config.bars,
             release_source=self._config.release_source,
             ops=self._inside,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -206,15 +207,28 @@ def _weights(
     return target.bytes_loaded(layout.target_dtype, device, ops), of_draft
 
 
-def announce(settings: Settings, target: ModelSource, draft: ModelSource | None) -> None:
-    """Prints to stderr, before weights are loaded: max_length, the memory plan, memory of quantised weights."""
+def announce(
+    settings: Settings, target: ModelSource, draft: ModelSource | None, progress: bool | Callable[[str], object]
+) -> None:
+    """Tells max_length, the memory plan and the memory of quantised weights, before weights are loaded.
+
+    Args:
+        settings: settings of the generator.
+        target, draft: sources of the models. draft is None if there is none.
+        progress: function that is called with each line. True: lines are written to stderr.
+    """
+    tell = progress if callable(progress) else _write_line
     lines = [f"max_length = {settings.max_length} ({settings.length_reason}); {settings.memory}"]
     sizes = settings.memory.target_weights, settings.memory.draft_weights
     for role, source, size in zip(("target", "draft"), (target, draft), sizes, strict=True):
         if source is not None and source.stored:
             lines.append(f"{role}: {source.stored}; at most {size / 2**20:.1f} MiB in memory")
     for line in lines:
-        tqdm.write(f"fastspec: {line}", file=sys.stderr)
+        tell(line)
+
+
+def _write_line(line: str) -> None:
+    tqdm.write(f"fastspec: {line}", file=sys.stderr)
 
 
 def _drafts(asked: int | str, draft: ModelSource | None, proposer: object | None, device: torch.device) -> int:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import sys
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fastspec import generator
 from fastspec.cli import app as cli
 from fastspec.cli import doctor, probes, progress
+from fastspec.cli.app import app
 from fastspec.cli.progress import Progress
 from tests.cli.test_app import Stub, invoke
 
@@ -138,3 +143,56 @@ def test_a_self_check_says_what_it_could_not_finish() -> None:
     assert check.plain is not None
     assert check.unfinished[-1] == "two draws with one seed"
     assert not any(line.startswith("fail") for line in text)
+
+
+def test_a_line_that_stays_is_written_above_the_stage_and_to_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, pipe = Terminal(), io.StringIO()
+    told = Progress(terminal)
+    told.stage("loading")
+    script = [None, "over"]
+
+    def wait(seconds: float) -> bool:
+        return script.pop(0) == "over"
+
+    told.follow(wait)
+    terminal.truncate(0)
+    terminal.seek(0)
+    told.tell("4 GiB")
+    assert terminal.getvalue() == "\r\x1b[Kfastspec: 4 GiB\n"
+    Progress(pipe).tell("4 GiB")
+    assert pipe.getvalue() == "fastspec: 4 GiB\n"
+    monkeypatch.setattr("sys.stderr", None)
+    Progress().tell("4 GiB")  # nobody reads it
+
+
+PLAN = re.compile(r"^fastspec: max_length = 96 \(as asked\); 0\.\d+ GiB \(target weights .*\), headroom [\d.]+$", re.M)
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve"])
+def test_the_memory_is_said_on_stderr_before_models_load(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the words of `FastSpecGenerator(progress=True)`, without its bars."""
+    build = generator.build
+
+    def noted(*given: Any, **named: Any) -> Any:
+        sys.stderr.write("built\n")
+        return build(*given, **named)
+
+    monkeypatch.setattr(generator, "build", noted)
+    monkeypatch.setattr("fastspec.server.run.Server.serve_on", lambda *given: None)
+    more = {
+        "generate": ["--prompt", "x", "--max-new-tokens", "2"],
+        "chat": ["--max-new-tokens", "2"],
+        "serve": ["--port", "0"],
+    }
+    result = CliRunner().invoke(app, [command, "--device", "cpu", "--max-length", "96", *more[command]])
+    assert result.exit_code == 0, result.output
+    before, _, after = result.stderr.partition("built\n")
+    assert (len(PLAN.findall(before)), len(PLAN.findall(after))) == (1, 0)
+    assert "max_length" not in result.stdout
+    assert "it/s" not in result.stderr
+
+
+def test_a_report_in_json_has_no_other_line() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--json", "--device", "cpu"])
+    assert json.loads(result.stdout)["ok"]
+    assert result.stderr == ""

@@ -39,6 +39,16 @@ def test_flags_are_bools(name: str) -> None:
         FastSpecGenerator(*demo_pair(), device="cpu", progress=False, **{name: "no"})
 
 
+def test_progress_is_a_bool_or_a_function(capsys: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    FastSpecGenerator(*demo_pair(), device="cpu", max_length=64, progress=told.append).close()
+    assert told[0].startswith("max_length = 64 (as asked); ")
+    assert "target weights" in told[0]
+    assert capsys.readouterr().err == ""  # no bars
+    with pytest.raises(ValueError, match="progress must be True, False or a function of a line, got 'no'"):
+        FastSpecGenerator(*demo_pair(), device="cpu", progress="no")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["prefix_cache", "exact", "compile"])
 def test_none_is_no_way_to_say_false(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be True or False, got None; leave it out"):
