@@ -43,6 +43,7 @@ from fastspec.inputs.call import CallArguments, ModelLimits, check_streamer, one
 from fastspec.inputs.scored import ScoreInputs, ScoreMode, read_scored
 from fastspec.inputs.table import GenerateOptions, ScoreOptions
 from fastspec.inputs.values import id_sequences
+from fastspec.models.checkpoints.pair import warn_of_small
 from fastspec.models.checkpoints.resolve import load_tokenizer
 from fastspec.models.checkpoints.updates import NewWeights
 from fastspec.models.heads.weights import PendingHead
@@ -201,6 +202,8 @@ class FastSpecGenerator(OfOneProcess):
         with compilers_for(target, device, graphs, ranks.world.rank, ranks.size) as compilers:  # it may take longest
             self._target, self._draft, self._settings = checked_arguments(target, draft, config, ranks)
             announce_synthetic(verification)
+            if ranks.first:
+                warn_of_small(self._target)
             if config.progress:
                 announce(self._settings, self._target, self._draft, config.progress)
             self.device, self.max_length = self._settings.device, self._settings.max_length

@@ -12,7 +12,6 @@ from fastspec.cli.flags import text_of
 from fastspec.cli.progress import Progress
 
 _MIB = 2**20
-_SMALL = 512 * 2**20  # bytes of a copy in int4 with about one billion parameters
 
 
 def quantize(
@@ -31,11 +30,12 @@ def quantize(
     of a text change least (GPTQ). Quantising a draft does not change the generated text. A quantised target is a
     different model and may generate a different text.
     """
+    from fastspec.models.checkpoints.quantised.small import cost_of_int4
     from fastspec.models.checkpoints.quantised.write import write_quantised
 
     with errors_in_one_line(), Progress() as progress:
         text = None if calibrate is None else text_of(calibrate, "--calibrate")
-        missed = write_quantised(
+        parameters, missed = write_quantised(
             source,
             destination,
             form,
@@ -46,10 +46,9 @@ def quantize(
         progress.stage(None)
         size = sum(path.stat().st_size for path in destination.glob("*.safetensors"))
         typer.echo(f"{destination}: {size / _MIB:.1f} MiB of weights in {form}")
-        if form == "int4" and text is None and size < _SMALL:
+        if form == "int4" and text is None and (cost := cost_of_int4(parameters)):
             typer.echo(
-                "fastspec: a small model loses much of its quality in int4 rounded to nearest. As a draft of itself it "
-                "changes no text; as a target give --calibrate FILE, or --format int8",
+                f"fastspec: {cost}. As a draft it changes no text; as a target give --calibrate FILE, or --format int8",
                 err=True,
             )
         if missed:

@@ -111,6 +111,13 @@ class Checkpoint:
         return 1 if held is None else held.share.size
 
     @property
+    def whole(self) -> ModelSpec | HostedInfo:
+        """Spec of the whole model, also if a rank loads a part of it."""
+        if isinstance(self.spec, HostedInfo):
+            return self.spec if self.spec.cut is None else self.spec.cut.whole
+        return self.spec if self.sliced is None else self.sliced.spec
+
+    @property
     def native(self) -> ModelSpec:
         """Spec of the model, if this package's decoder runs it.
 

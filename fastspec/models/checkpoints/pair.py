@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+import torch
+
 from fastspec.errors import CheckpointError, UnsupportedOption
 from fastspec.kernels.common.rounding import FORMATS
 from fastspec.models.checkpoints.checkpoint import Checkpoint
 from fastspec.models.checkpoints.generation import CONFIG
+from fastspec.models.checkpoints.quantised.small import cost_of_int4
 from fastspec.models.checkpoints.resolve import resolve
 from fastspec.models.checkpoints.safetensors_files import read_json
 from fastspec.models.heads.checkpoint import HeadCheckpoint
@@ -149,14 +153,24 @@ def rounded_to(checkpoint: Source, form: CodeFormat) -> Source:
     return replace(checkpoint, rounded=form, stored=f"matrices rounded to {form} while loading, {effect}")
 
 
+def warn_of_small(target: Checkpoint) -> None:
+    """Warns if a small target is rounded to int4 while it is loaded, because its text becomes much worse."""
+    parameters = target.whole.weight_bytes(torch.float32) // torch.float32.itemsize
+    if target.rounded == "int4" and (cost := cost_of_int4(parameters)):
+        warnings.warn(
+            f"target_quantization='int4': {cost}. Give target_quantization='int8', or a copy that "
+            "`fastspec quantize --calibrate FILE` wrote",
+            stacklevel=4,
+        )
+
+
 def fingerprint(checkpoint: Checkpoint | HeadCheckpoint) -> str:
     """Returns 16 hexadecimal digits of a hash. Different checkpoints have different ones.
 
     The hash covers the spec, the format to which matrices are quantised on loading, and the sizes and some bytes of the
     files. For a live module it covers names, shapes and the first values of parameters.
     """
-    cut, of_hosted = getattr(checkpoint, "sliced", None), getattr(checkpoint.spec, "cut", None)
-    whole = (checkpoint.spec if of_hosted is None else of_hosted.whole) if cut is None else cut.spec
+    whole = checkpoint.whole if isinstance(checkpoint, Checkpoint) else checkpoint.spec
     found = hashlib.sha256(repr((whole, checkpoint.stored, checkpoint.rounded)).encode())
     if checkpoint.directory is not None:
         for file in sorted(checkpoint.directory.glob("*.safetensors")):

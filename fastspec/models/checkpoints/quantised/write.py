@@ -20,7 +20,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -44,6 +44,19 @@ _LAYOUTS: Final = {"fp8": "float-quantized", "int8": "pack-quantized", "int4": "
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth")
 
 
+class Written(NamedTuple):
+    """Facts about a copy that was written.
+
+    Attributes:
+        parameters: number of the model's parameters.
+        missed: names of quantised matrices whose inputs the calibration could not measure, such as experts that
+            transformers has as one tensor. Their values are rounded to the nearest code. Empty without a calibration.
+    """
+
+    parameters: int
+    missed: list[str]
+
+
 def write_quantised(
     source: str,
     destination: Path,
@@ -52,7 +65,7 @@ def write_quantised(
     revision: str | None = None,
     calibration: str | None = None,
     tell: Callable[[str], object] = lambda _: None,
-) -> list[str]:
+) -> Written:
     """Writes `destination`, a copy of the directory `source` with quantised matrices of layers.
 
     One file of weights is in memory at a time. If writing fails, the destination does not exist afterwards.
@@ -65,10 +78,6 @@ def write_quantised(
         calibration: text like those that the model will read. GPTQ quantises to int4 with the activations of this text.
             None: values are rounded to the nearest code.
         tell: called with the name of each file before it is written.
-
-    Returns:
-        Names of quantised matrices whose inputs the calibration could not measure, such as experts that transformers
-        has as one tensor. Their values are rounded to the nearest code. Empty without a calibration.
 
     Raises:
         UnsupportedOption: another form, a hosted model, a source that is already quantised, a calibration text that
@@ -101,7 +110,8 @@ def write_quantised(
         shutil.rmtree(partial, ignore_errors=True)
         raise
     partial.rename(destination)
-    return [] if measured is None else measured.missed
+    parameters = checkpoint.spec.weight_bytes(torch.float32) // torch.float32.itemsize
+    return Written(parameters, [] if measured is None else measured.missed)
 
 
 def _matrices(checkpoint: Checkpoint, directory: Path) -> dict[str, str]:

@@ -141,7 +141,7 @@ def test_the_command_writes_and_says_what(plain: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert f"{tmp_path / 'q'}: " in result.output
     assert (tmp_path / "q" / "config.json").is_file()
-    assert "a small model loses much of its quality in int4 rounded to nearest" in result.stderr
+    assert "million parameters loses much of its quality in int4 rounded to nearest" in result.stderr
     again = CliRunner().invoke(app, ["quantize", str(plain), str(tmp_path / "q")])
     assert again.exit_code == 2
     assert "exists already" in again.output
