@@ -41,7 +41,7 @@ def quantize(
             form,
             revision=revision,
             calibration=text,
-            tell=lambda file: progress.stage(f"writing file {file}"),
+            tell=progress.stage,
         )
         progress.stage(None)
         size = sum(path.stat().st_size for path in destination.glob("*.safetensors"))

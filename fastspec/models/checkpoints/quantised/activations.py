@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastspec.errors import UnsupportedOption
+from fastspec.models.hosted.load import bars
 
 WINDOW, WINDOWS = 256, 128  # tokens in a window of the text, and most windows that are used
 _LEAST = 8  # least number of windows; the moments of fewer may differ much from those of other texts
@@ -51,16 +52,18 @@ class Activations:
         first = torch.tensor([*begin], dtype=windows.dtype, device=device).expand(len(windows), -1)
         self._windows = torch.cat((first, windows), 1)
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
+            with bars(shown=False):
+                model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", local_files_only=True)
         except (ValueError, OSError) as error:
             raise UnsupportedOption(f"{directory}: transformers cannot run it to calibrate: {error}") from error
         self._model: nn.Module = model.eval().to(device)
 
-    def moments(self, modules: Collection[str]) -> dict[str, Tensor]:
+    def moments(self, modules: Collection[str], tell: Callable[[str], object] = lambda _: None) -> dict[str, Tensor]:
         """Runs the model over the text, and returns the second moments of the inputs of linear modules.
 
         Args:
             modules: names of linear modules. Those that the model lacks, or does not run, are not in the result.
+            tell: called with a text about each window before it runs.
 
         Returns:
             Name of a module -> sum of x x^T over its inputs x, fp32 [K, K]. Modules with the same inputs share a
@@ -87,7 +90,8 @@ class Activations:
         hooks = [linear[name].register_forward_pre_hook(record(name)) for name in modules if name in linear]
         try:
             with torch.no_grad():
-                for window in self._windows:
+                for index, window in enumerate(self._windows, 1):
+                    tell(f"running window {index} of {len(self._windows)} of the text")
                     self._model(input_ids=window[None], use_cache=False, logits_to_keep=1)
         finally:
             for each in hooks:

@@ -77,7 +77,7 @@ def write_quantised(
         revision: revision of a Hub id.
         calibration: text like those that the model will read. GPTQ quantises to int4 with the activations of this text.
             None: values are rounded to the nearest code.
-        tell: called with the name of each file before it is written.
+        tell: called with the name of each stage when it begins: a window of the calibration text, a matrix, a file.
 
     Raises:
         UnsupportedOption: another form, a hosted model, a source that is already quantised, a calibration text that
@@ -100,7 +100,7 @@ def write_quantised(
         raise UnsupportedOption(f"{source} is a GGUF file; take the original weights")
     if checkpoint.quantisation is not None or checkpoint.directory is None:
         raise UnsupportedOption(f"{source} is stored quantised ({checkpoint.stored}); take its original weights")
-    measured = None if calibration is None else _Measured(checkpoint, calibration)
+    measured = None if calibration is None else _Measured(checkpoint, calibration, tell)
     partial = destination.with_name(destination.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -135,14 +135,17 @@ class _Measured:
     Args:
         checkpoint: directory of the model and its tokenizer.
         text: the calibration text.
+        tell: see `write_quantised`.
 
     Attributes:
         missed: names of quantised matrices whose inputs were not measured.
     """
 
-    def __init__(self, checkpoint: Checkpoint, text: str) -> None:
+    def __init__(self, checkpoint: Checkpoint, text: str, tell: Callable[[str], object]) -> None:
         assert checkpoint.directory is not None, "live modules are not written"
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._tell = tell
+        tell("loading the model that the text runs through")
         tokenizer = load_tokenizer(checkpoint)
         if tokenizer is None:
             raise UnsupportedOption(
@@ -156,7 +159,7 @@ class _Measured:
     def read(self, names: list[str]) -> None:
         """Measures second moments of the inputs of the matrices `names`. Frees those of the previous call."""
         self._moments = {}
-        self._moments = self._activations.moments([name.removesuffix(WEIGHT) for name in names])
+        self._moments = self._activations.moments([name.removesuffix(WEIGHT) for name in names], self._tell)
 
     def rounded(self, name: str, values: Tensor, kind: CodesKind) -> Codes:
         """Quantises the matrix `name`. If its inputs were not measured, values are rounded to the nearest code."""
@@ -185,15 +188,15 @@ def _write(
     total = 0
     with stored.open():
         for file, names in sorted(files.items()):
-            tell(file)
             written: dict[str, Tensor] = {}
             if measured is not None:
                 measured.read([matrices[name] for name in names if name in matrices])
-            for name in names:
+            for count, name in enumerate(names, 1):
                 tensor, meant = stored.read(name), matrices.get(name)
                 if meant is None:
                     written[name] = tensor.clone()
                     continue
+                tell(f"rounding tensor {count} of {len(names)} of {file}")
                 kind, module = kind_for(form, (tensor.shape[0], tensor.shape[1])), _module(name, meant)
                 if kind is None:
                     written[name] = tensor.clone()
@@ -204,6 +207,7 @@ def _write(
                 at = name.removesuffix(WEIGHT)
                 written |= {f"{at}.{part}": each.contiguous() for part, each in parts.items()}
                 groups[kind.block[1] if form == "int4" else None].append(module)
+            tell(f"writing {file}")
             save_file(written, directory / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(written, file)
             total += sum(each.nbytes for each in written.values())

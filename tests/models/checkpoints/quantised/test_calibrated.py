@@ -100,7 +100,7 @@ def test_every_window_begins_as_the_model_s_texts_do(
     tokenizer, seen = AutoTokenizer.from_pretrained(source), list[Tensor]()
     begin = activations.beginning(tokenizer)
     assert begin == tokenizer("z", add_special_tokens=False)["input_ids"]
-    monkeypatch.setattr(activations.Activations, "moments", lambda self, _: seen.append(self._windows) or {})
+    monkeypatch.setattr(activations.Activations, "moments", lambda self, *_: seen.append(self._windows) or {})
     write_quantised(str(source), tmp_path / "q", "int4", calibration=TEXT)
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     assert seen[0].shape[1] == 32
@@ -117,6 +117,7 @@ def test_a_calibrated_checkpoint_loads_and_is_nearer_where_it_matters(short_wind
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "rounded to nearest" not in result.output, "every matrix met activations"
+    assert result.stderr == "", "transformers shows no bar of its own"
 
     def layers(source: Path, form: str | None) -> Callable[[int], Tensor]:
         checkpoint = resolve_pair(source, None, (None, None), (form, None))[0]
@@ -127,6 +128,21 @@ def test_a_calibrated_checkpoint_loads_and_is_nearer_where_it_matters(short_wind
     name = "model.layers.0.mlp.down_proj"
     moment = activations.Activations(source, tokenizer(TEXT)["input_ids"], torch.device("cpu")).moments([name])[name]
     assert loss(calibrated(0), own(0), moment) < 0.8 * loss(plain(0), own(0), moment)
+
+
+def test_every_stage_of_a_calibration_is_told(short_windows: None, tmp_path: Path) -> None:
+    """It takes minutes, so a user must see that it goes on."""
+    source, stages = tmp_path / "source", list[str]()
+    AutoModelForCausalLM.from_pretrained(TARGET, num_hidden_layers=1).save_pretrained(source)
+    AutoTokenizer.from_pretrained(TARGET).save_pretrained(source)
+    write_quantised(str(source), tmp_path / "q", "int4", calibration=TEXT, tell=stages.append)
+    windows = [stage for stage in stages if stage.startswith("running window")]
+    assert stages[0] == "loading the model that the text runs through"
+    assert windows[0] == f"running window 1 of {len(windows)} of the text"
+    assert len(windows) == activations._LEAST
+    rounding = [stage for stage in stages if stage.startswith("rounding tensor")]
+    assert len(rounding) == 7
+    assert stages[-1] == "writing model.safetensors"
 
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path: Path) -> None:
