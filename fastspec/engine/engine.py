@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from fastspec.engine.clocks import step_clock
 from fastspec.engine.pass_sizes import PassSizes
 from fastspec.engine.prompt_passes import PromptPasses
 from fastspec.engine.step_shapes import StepShapes
@@ -205,6 +206,11 @@ class Engine:
         if self.modules.prompt_ends is not None:
             self.modules.prompt_ends.copy(place, self.modules.prompt_ends, source)
 
+    @property
+    def clock(self) -> Callable[[], float]:
+        """Clock by which decode steps are timed, see `step_clock`."""
+        return step_clock(self.state.lengths.device.type, self.sharing[1])
+
     def choose_threads(self) -> None:
         """Chooses the number of CPU threads of a decode step, by timing a step over one sequence without draft tokens.
 
@@ -215,23 +221,27 @@ class Engine:
 
         def seconds(count: int) -> float:
             with self.on_device(), using_threads(count):
-                return self.seconds(1, self.shapes.typical(0, GREEDY, None))
+                # by the clock of all time: threads that wait for a busy core are slow
+                return self.seconds(1, self.shapes.typical(0, GREEDY, None), clock=time.perf_counter)
 
         self.threads = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
 
-    def seconds(self, rows: int, shape: StepShape, repeats: int = 3) -> float:
+    def seconds(
+        self, rows: int, shape: StepShape, repeats: int = 3, clock: Callable[[], float] | None = None
+    ) -> float:
         """Measures the time of a decode step while no request runs. Waits for the device.
 
         Args:
             rows: number of batch slots that the step covers.
             shape: shape of the step.
             repeats: number of steps that are timed.
+            clock: clock that times them. None: `clock` of this object.
 
         Returns:
             The smallest of several mean times, in seconds.
         """
         with self.idle(rows):
-            return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats))
+            return min(self.timed(StepKey(rows, shape), self._body(rows, shape), repeats, clock))
 
     def step_seconds(
         self,
@@ -258,26 +268,29 @@ class Engine:
         assert taken is not None, "it was measured"
         return taken
 
-    def timed(self, key: Hashable, body: Callable[[], None], repeats: int) -> list[float]:
+    def timed(
+        self, key: Hashable, body: Callable[[], None], repeats: int, clock: Callable[[], float] | None = None
+    ) -> list[float]:
         """Measures runs of `body`, after one run that is not counted.
 
         Args:
             key: key under which `body` is captured as a CUDA graph.
             body: function that launches a decode step, or a part of one.
             repeats: number of measured runs.
+            clock: see `seconds`.
 
         Returns:
             Three times of one run in seconds. Each is the mean over a third of the runs.
         """
         self.runner.run(key, body)
         self.ring.resync()
-        means = []
+        means, now = [], clock or self.clock
         for _ in range(_MEANS):
-            start = time.perf_counter()
+            start = now()
             for _ in range(repeats // _MEANS):
                 self.runner.run(key, body)
             self.ring.resync()
-            means.append((time.perf_counter() - start) * _MEANS / repeats)
+            means.append((now() - start) * _MEANS / repeats)
         return means
 
     def finish(self) -> None:

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from queue import SimpleQueue
+from threading import get_ident
 
 from fastspec.adaptive.controller import Observation, StepContext
 from fastspec.engine.engine import Engine
@@ -63,7 +64,7 @@ class Scheduler:
         self._queue = PrefillQueue(engine)
         self._rows: dict[int, Request] = {}  # row -> its request, for rows that step
         self._in_flight: deque[InFlightStep] = deque()
-        self._clock = StepTimer(ahead=engine.runner.depth > 1)
+        self._clock = StepTimer(ahead=engine.runner.depth > 1, clock=engine.clock)
         self._disturbed = False  # True if other work was queued since the last step
         self._last_k = 0
         self._interrupted = True  # True if a step was interrupted: the next step begins with a reset
@@ -169,7 +170,7 @@ class Scheduler:
         self._restart_clock()
 
     def _restart_clock(self) -> None:
-        self._clock = StepTimer(ahead=self.engine.runner.depth > 1)
+        self._clock = StepTimer(ahead=self.engine.runner.depth > 1, clock=self.engine.clock)
         self._disturbed, self._last_k = False, 0
 
     def _advance(self) -> dict[Request, list[int]]:
@@ -526,17 +527,20 @@ class Scheduler:
 
 
 class StepTimer:
-    """Measures the time of steps with the host's clock, as the time between the arrivals of two results.
+    """Measures the time of steps with a clock of the host, as the time between the arrivals of two results.
 
     Args:
         ahead: True if steps are launched before earlier results are read, so that the device works while the caller
             processes results.
-        clock: function that returns the current time in seconds.
+        clock: function that returns the current time in seconds. `time.thread_time` counts the time of one thread only:
+            then a result that another thread got has no time.
     """
 
     def __init__(self, ahead: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self._ahead = ahead
         self._clock = clock
+        self._of_thread = clock is time.thread_time
+        self._thread = 0  # thread that got the last result
         self._last: float | None = None
         self._left = 0.0
         self._away = 0.0
@@ -552,14 +556,16 @@ class StepTimer:
     def arrived(self, waited: bool) -> float | None:
         """Returns the seconds between this result and the previous one, without time in which the device was idle.
 
-        Returns None for the first result. Also returns None if the result may have arrived long ago, while the caller
+        Returns None for the first result, and if the clock is another thread's. Also returns None if the result may have arrived long ago, while the caller
         had control.
 
         Args:
             waited: True if the scheduler had to wait for this result.
         """
         now = self._clock()
-        interval = None if self._last is None else now - self._last
+        thread = get_ident()
+        interval = None if self._last is None or (self._of_thread and thread != self._thread) else now - self._last
+        self._thread = thread
         away, self._last, self._away = self._away, now, 0.0
         if interval is None or not self._ahead:
             # without steps launched ahead, the device was idle meanwhile
