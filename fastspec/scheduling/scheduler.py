@@ -556,8 +556,8 @@ class StepTimer:
     def arrived(self, waited: bool) -> float | None:
         """Returns the seconds between this result and the previous one, without time in which the device was idle.
 
-        Returns None for the first result, and if the clock is another thread's. Also returns None if the result may have arrived long ago, while the caller
-        had control.
+        Returns None for the first result, and if the clock is another thread's. Also returns None if the result may
+        have arrived long ago, while the caller had control.
 
         Args:
             waited: True if the scheduler had to wait for this result.
