@@ -211,6 +211,7 @@ def _device_lines(probes: Probes, gpus: tuple[GpuFacts, ...] | Line) -> Iterator
     yield name if isinstance(name, Line) else Line("ok", "CPU", name)
     products = _attempt(probes.cpu_products, "CPU products", "warn", REPORT_IT)
     yield products if isinstance(products, Line) else Line("note", "CPU products", products)
+    yield from _load_lines(probes)
     driver = _attempt(probes.driver, "driver", "warn", "reinstall the NVIDIA driver, or restart the machine")
     if isinstance(driver, Line):
         yield driver
@@ -231,6 +232,20 @@ def _device_lines(probes: Probes, gpus: tuple[GpuFacts, ...] | Line) -> Iterator
         yield Line("warn", "CUDA", text, f"{fix}; check CUDA_VISIBLE_DEVICES")
     elif not gpus:
         yield Line("note", "CUDA", "no device; everything runs on the CPU")
+
+
+def _load_lines(probes: Probes) -> Iterator[Line]:
+    """Yields a line if other processes use cores that torch's threads need."""
+    load = _attempt(probes.cpu_load, "CPU load", "note", "pip install -U psutil")
+    if isinstance(load, Line):
+        yield load
+        return
+    (busy, cores), threads = load, probes.torch_threads()
+    free = max(1, round(cores - busy))
+    if threads > free:
+        text = f"other processes keep {busy:.1f} of {cores} cores busy, and torch has {threads} threads, which wait for"
+        fix = f"set OMP_NUM_THREADS={free}, or torch.set_num_threads({free}); OMP_WAIT_POLICY=PASSIVE helps, too"
+        yield Line("warn", "CPU load", f"{text} each other: decoding on the CPU is slow", fix)
 
 
 def _dotted(gpu: GpuFacts) -> str:

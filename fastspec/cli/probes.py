@@ -170,6 +170,14 @@ def cpu() -> str:
     return f"{name}, {cores}, {gib(memory.available)} of {gib(memory.total)} GiB memory free"
 
 
+def cpu_load() -> tuple[float, int]:
+    """Returns (number of cores that are busy now, number of cores), while this process sleeps for a moment."""
+    import psutil
+
+    cores = psutil.cpu_count() or 1
+    return psutil.cpu_percent(interval=0.3) / 100 * cores, cores
+
+
 def gpus() -> tuple[GpuFacts, ...]:
     """Returns every CUDA device that torch can use."""
     if not torch.cuda.is_available():
@@ -326,6 +334,8 @@ class Probes:
     driver: Callable[[], str | None] = nvidia_driver
     cpu: Callable[[], str] = cpu
     cpu_products: Callable[[], str] = cpu_products
+    cpu_load: Callable[[], tuple[float, int]] = cpu_load
+    torch_threads: Callable[[], int] = torch.get_num_threads
     gpus: Callable[[], tuple[GpuFacts, ...]] = gpus
     cache: Callable[[], Path] = triton_cache
     compiler: Callable[[], str | None] = c_compiler

@@ -50,6 +50,8 @@ def machine(**changes: Any) -> Probes:
         driver=lambda: None,
         cpu=lambda: "some CPU, 8 cores",
         cpu_products=lambda: "packed by oneDNN; one thread reads 12.0 GB/s",
+        cpu_load=lambda: (0.4, 8),
+        torch_threads=lambda: 8,
         gpus=tuple,
         cache=lambda: Path("/"),
         compiler=lambda: "/usr/bin/gcc",
@@ -100,6 +102,22 @@ def test_this_machine_decodes_on_its_cpu() -> None:
     assert "k = auto (" in line(report, "cpu auto").text
     assert line(report, "works").text.endswith("on cpu")
     assert [section.title for section in report.sections] == ["versions", "devices", "triton", "self-check", "in short"]
+
+
+@pytest.mark.parametrize(
+    ("busy", "cores", "threads", "free"),
+    [(0.4, 8, 8, None), (2.1, 8, 4, None), (2.0, 2, 1, None), (2.0, 2, 2, 1), (5.0, 8, 8, 3), (8.0, 8, 2, 1)],
+)
+def test_threads_that_wait_for_busy_cores_are_named(busy: float, cores: int, threads: int, free: int | None) -> None:
+    report = diagnose("cpu", probes=machine(cpu_load=lambda: (busy, cores), torch_threads=lambda: threads))
+    if free is None:
+        assert lines(report, "CPU load") == []
+        return
+    found = line(report, "CPU load")
+    assert found.status == "warn"
+    assert found.text.startswith(f"other processes keep {busy:.1f} of {cores} cores busy, and torch has {threads} ")
+    assert (found.fix or "").startswith(f"set OMP_NUM_THREADS={free}, or torch.set_num_threads({free})")
+    assert report.ok
 
 
 def test_what_it_says_of_quantised_weights_is_so() -> None:
