@@ -124,7 +124,8 @@ def generate(
             tensor_parallel=tensor_parallel,
             proposer=flags.proposer_of(proposer, corpus=corpora, prediction=asked.get("predictions")),
         )
-        flags.suggest_draft(target, draft, str(options.get("proposer")) if "proposer" in options else None)
+        named = str(options.get("proposer")) if "proposer" in options else None
+        flags.suggest_draft(target, draft, named, num_speculative_tokens)
         # this process reads stdin once, and passes the text to the ranks as a flag
         again = [*sys.argv[1:], "--prompt", text] if piped else None
         start_ranks(tensor_parallel, device, again, context=context)

@@ -62,7 +62,7 @@ def chat(
             kv_dtype=kv_dtype,
             proposer=flags.proposer_of(proposer),
         )
-        flags.suggest_draft(target, draft, proposer)
+        flags.suggest_draft(target, draft, proposer, num_speculative_tokens)
         progress.stage(LOADING)
         with flags.opened(context, source, drafter, **options) as generator:
             progress.stage(None)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from fastspec.proposers.ngram import NGram
     from fastspec.proposers.suffix import Remember
 
+LOOKUP = "--proposer ngram drafts by lookup in the text, and needs no model"
 _MADE_WITH = "num_speculative_tokens"  # the command line passes this option to the constructor, not to `generate`
 
 
@@ -367,13 +368,20 @@ def given(**options: Any) -> dict[str, Any]:
     return found | ({"draft_quantization": None} if found.get("draft_quantization") == "none" else {})
 
 
-def suggest_draft(target: str | None, draft: str | None, proposer: str | None) -> None:
-    """Prints a fitting draft to stderr if the user gave only a target, and the table of pairs has such a draft."""
-    if target is None or draft is not None or proposer is not None:
+def suggest_draft(target: str | None, draft: str | None, proposer: str | None, drafts: int | str) -> None:
+    """Says on stderr that nothing drafts, if the user gave only a target, and names a draft that fits it.
+
+    If the table of pairs has no such draft, names drafting by lookup.
+
+    Args:
+        target, draft, proposer: values of the flags. None: not given.
+        drafts: value of --num-speculative-tokens. 0: the user wants no drafts.
+    """
+    if target is None or draft is not None or proposer is not None or drafts == 0:
         return
     found = natural_pairs(target)
-    if found is not None and found.drafts:
-        typer.echo(f"fastspec: decoding without a draft; --draft {found.drafts[0]} fits {target}", err=True)
+    fits = f"--draft {found.drafts[0]} fits {target}" if found is not None and found.drafts else LOOKUP
+    typer.echo(f"fastspec: decoding without a draft; {fits}", err=True)
 
 
 def opened(context: typer.Context, target: str, draft: str | None, **options: Any) -> FastSpecGenerator:

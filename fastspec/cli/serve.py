@@ -187,7 +187,8 @@ def serve(
             kv_dtype=kv_dtype,
             proposer=flags.proposer_of(proposer, corpus=corpora, remember=cast("Any", remember)),
         )
-        flags.suggest_draft(target, draft, str(options.get("proposer")) if "proposer" in options else None)
+        named = str(options.get("proposer")) if "proposer" in options else None
+        flags.suggest_draft(target, draft, named, num_speculative_tokens)
         start_ranks(tensor_parallel, device, ends_by_signal=True, context=context)
         set_up_logging(log_level)
         if this_rank() > 0:  # rank 0 answers

@@ -226,9 +226,7 @@ class Engine:
 
         self.threads = Threads.of(torch.get_num_threads(), self.mean_weight, seconds)
 
-    def seconds(
-        self, rows: int, shape: StepShape, repeats: int = 3, clock: Callable[[], float] | None = None
-    ) -> float:
+    def seconds(self, rows: int, shape: StepShape, repeats: int = 3, clock: Callable[[], float] | None = None) -> float:
         """Measures the time of a decode step while no request runs. Waits for the device.
 
         Args:
