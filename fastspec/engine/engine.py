@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fastspec.engine.clocks import step_clock
 from fastspec.engine.pass_sizes import PassSizes
 from fastspec.engine.prompt_passes import PromptPasses
 from fastspec.engine.step_shapes import StepShapes
-from fastspec.engine.threads import Threads
+from fastspec.engine.threads import Threads, step_clock
 from fastspec.graphs.keys import PromptKey, StepKey
 from fastspec.graphs.results import ResultRing
 from fastspec.graphs.runner import Runner

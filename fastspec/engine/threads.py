@@ -1,7 +1,8 @@
-"""Chooses how many of torch's threads work on one step on the CPU."""
+"""Chooses how many of torch's threads work on one step on the CPU, and the clock that times a step."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import wraps
@@ -17,6 +18,7 @@ _GAIN = 1.25  # least speedup for which twice the threads are used
 _SLOW = 8.0  # a step that takes this many times its shortest time is slow: its threads wait for busy cores
 _IN_A_ROW = 3
 _REST = 256  # number of steps with one thread after several slow steps
+_FINE = 1e-5  # seconds; a step takes some hundred times as long, at least
 
 
 @dataclass(slots=True)
@@ -131,3 +133,18 @@ def _alone(op: Callable[..., Any]) -> Callable[..., Any]:
             return op(*args, **options)
 
     return by_one_thread
+
+
+def step_clock(device: str, ranks: int) -> Callable[[], float]:
+    """Returns the clock for decode steps, in seconds.
+
+    On a CPU it is the calling thread's time on its core. So time in which other processes have the core does not count:
+    it would fall on any k, and a few steps with one k would seem slow. The clock of all time is used on a GPU, with
+    several ranks, which wait for each other, and on systems that count a thread's time in ticks.
+
+    Args:
+        device: type of the device.
+        ranks: number of processes that share the target.
+    """
+    fine = time.get_clock_info("thread_time").resolution <= _FINE
+    return time.thread_time if device == "cpu" and ranks == 1 and fine else time.perf_counter

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from fastspec import FastSpecGenerator, demo_pair
-from fastspec.engine.clocks import step_clock
+from fastspec.engine.threads import step_clock
 from fastspec.scheduling.scheduler import StepTimer
 from fastspec.shapes import GREEDY
 
