@@ -969,6 +969,7 @@ class FastSpecGenerator(OfOneProcess):
             RuntimeError: a call of `generate` or `stream` is still running.
         """
         self._loop.close()
+        self._weights, self._head, self._asleep = {}, None, None
         release_unused(self.device)
 
     def __enter__(self) -> FastSpecGenerator:

@@ -119,6 +119,25 @@ def test_closing_releases_memory_after_the_engine_is_gone(directory: Path, monke
     assert found == [True]
 
 
+def live_tensors() -> dict[int, torch.Tensor]:
+    return {id(each): each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)}
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"target_quantization": "int8"}], ids=str)
+def test_a_closed_generator_holds_no_tensors(directory: Path, options: dict[str, str]) -> None:
+    """Neither by itself, nor in cycles: the next model may be loaded before Python looks for these."""
+    gc.collect()
+    before = live_tensors()
+    gc.disable()
+    try:
+        with FastSpecGenerator(directory, device="cpu", max_length=64, progress=False, **options) as made:  # type: ignore[arg-type]
+            made.generate([[1, 2, 3]], max_new_tokens=4)
+            assert live_tensors().keys() - before.keys()
+        assert not [each.shape for key, each in live_tensors().items() if key not in before], made
+    finally:
+        gc.enable()
+
+
 @pytest.mark.gpu
 def test_a_closed_generator_leaves_its_memory_to_the_next(directory: Path) -> None:
     """The first generator also makes what stays until the process ends: CUDA's context, kernels, a cuBLAS work area.
@@ -127,9 +146,14 @@ def test_a_closed_generator_leaves_its_memory_to_the_next(directory: Path) -> No
     of its pools: small and large blocks of torch, and the instances of captured graphs.
     """
     free: list[int] = []
+    held: list[int] = []
     for _ in range(3):
         with FastSpecGenerator(directory, device="cuda", max_length=512, progress=False) as made:
             made.generate([[1, 2, 3]], max_new_tokens=4)
         torch.cuda.synchronize()
         free.append(torch.cuda.mem_get_info()[0])
+        held.append(torch.cuda.memory_allocated())
+        del made
+        gc.collect()
+        assert torch.cuda.memory_allocated() == held[-1]  # the closed generator held nothing while it was there
     assert free[0] - free[-1] <= 3 * 2 * 2**20

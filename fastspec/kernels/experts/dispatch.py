@@ -54,7 +54,8 @@ class CodesTile:
 
 
 # by bytes of a weight; see `tile_of`. A row's bits do not depend on the tile. In fp32 they would, so fp32 has only one
-# tile
+# tile. In 16 bits the numbers of pairs are those of `CODES_LAUNCH`: if only one of a layer's two stacks is quantised,
+# both products read the same list of pairs
 LAUNCH = {
     2: (ExpertTile(8, 16, 1, 6), ExpertTile(16, 16, 1, 5), ExpertTile(32, 32, 2, 4), ExpertTile(64, 32, 4, 3)),
     4: (ExpertTile(8, 16, 4, 3),),
@@ -164,12 +165,12 @@ def _expert_outputs(
     check("factors", factors, (num_rows, chosen), torch.float32)
     if num_rows == 0:
         return None
-    tile = tile_of(weights.gate_up, ids)
-    of = _chosen(ids, count, tile.rows)
+    tiles = tile_of(weights.gate_up, ids), tile_of(weights.down, ids)
+    of = _chosen(ids, count, tiles[0].rows)
     activation = "relu2" if isinstance(clamp, SquaredRelu) else "silu" if clamp is None else "clamped"
     limits = clamp if isinstance(clamp, ClampedGate) else NO_CLAMP
-    first_out = _product(rows, weights.gate_up, weights.gate_up_bias, of, tile, chosen, activation, limits)
-    return _product(first_out, weights.down, weights.down_bias, of, tile, chosen, None, NO_CLAMP)
+    first_out = _product(rows, weights.gate_up, weights.gate_up_bias, of, tiles[0], chosen, activation, limits)
+    return _product(first_out, weights.down, weights.down_bias, of, tiles[1], chosen, None, NO_CLAMP)
 
 
 def _add_up(

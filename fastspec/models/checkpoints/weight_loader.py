@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ def _as_it_is(name: str, shape: tuple[int, int]) -> None:
     """Returns None, so that no matrix is quantised. Default of `rounds_to` in `Loader`."""
 
 
+class _Copy(Protocol):
+    def __call__(self, loader: Loader, /, *, staging: _Staging | None) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
     """One weight of a model, which may be fused from several stored tensors.
@@ -51,13 +55,14 @@ class Part:
         names: names of the stored tensors, which are stacked along their rows.
         place: the weight. None: the stored values cannot be read back from the weight, because it is quantised.
         order: for each row of the weight, its index in the stacked tensors. None: the same order.
-        copy: function that fills the weight from the loader's source.
+        copy: function of (loader, staging=...) that fills the weight from the loader's source. It does not hold the
+            loader: weights in a cycle of references would keep their memory until Python looks for cycles.
     """
 
     names: tuple[str, ...]
     place: Weight | Tensor | None
     order: list[int] | None
-    copy: Callable[[_Staging | None], None]
+    copy: _Copy
 
 
 class Loader:
@@ -100,7 +105,7 @@ class Loader:
         self._infos, self._whole = source.infos(), whole
         self._counts = RowCounts()
         self._launching = threading.Lock()
-        self._copies: deque[Callable[[_Staging | None], None]] = deque()
+        self._copies: deque[_Copy] = deque()
         self.parts: list[Part] = []
 
     def tensor(
@@ -117,7 +122,9 @@ class Loader:
         parts = [self._infos[name].shape for name in names]
         shape = (sum(part[0] for part in parts), *parts[0][1:])
         made = torch.empty(shape, dtype=dtype or self.dtype, device=self._place)
-        self._copy(Part(names, made, order, partial(self._fill_tensor, names, made, order, plus)))
+        self._copy(
+            Part(names, made, order, partial(Loader._fill_tensor, names=names, fused=made, order=order, plus=plus))
+        )
         return made
 
     def weight(
@@ -141,7 +148,9 @@ class Loader:
         kind = self._kind(names, shape, order)
         if kind is not None and self._ops.keeps_codes(shape, kind, self.dtype, self._device):
             made = Weight.empty_codes(shape, kind, gated, self.dtype, self._place)
-            self._copy(Part(names, None, order, partial(self._fill_codes, names, made, kind, order)))
+            self._copy(
+                Part(names, None, order, partial(Loader._fill_codes, names=names, place=made, kind=kind, order=order))
+            )
             return made
         form = self._ops.weight_format(shape, self.dtype, self._device)
         if form == "blocked" and use != "table" and self._whole is None:
@@ -149,14 +158,18 @@ class Loader:
             blocked = Blocked(shape, self.dtype, head=head, embeds=embeds, counts=self._counts)
             made = Weight.of_blocked(blocked)
             place = made if kind is None else None
-            self._copy(Part(names, place, order, partial(self._fill_weight, names, made, kind, order)))
+            self._copy(
+                Part(names, place, order, partial(Loader._fill_weight, names=names, place=made, kind=kind, order=order))
+            )
             return made
         form = "rows" if form == "blocked" else form
         whole = None if self._whole is None else _shape_of(self._whole, names)
         tree = tree and whole is not None
         made = Weight.empty(shape, form, gated, self.dtype, self._place, whole=whole, tree=tree)
         place = made if kind is None else None
-        self._copy(Part(names, place, order, partial(self._fill_weight, names, made, kind, order)))
+        self._copy(
+            Part(names, place, order, partial(Loader._fill_weight, names=names, place=made, kind=kind, order=order))
+        )
         return made
 
     def same_format(self, *names: str) -> bool:
@@ -196,9 +209,9 @@ class Loader:
         made = ExpertStack.empty_codes((len(experts), rows, width), kind, self.dtype, self._place, gated)
         if kind == MXFP4:
             for expert, each in enumerate(experts):
-                self._copy(Part(each, None, None, partial(self._fill_expert, expert, each, made)))
+                self._copy(Part(each, None, None, partial(Loader._fill_expert, expert=expert, names=each, place=made)))
         else:
-            self._copy(Part(tuple(names), None, None, partial(self._fill_experts, experts, made)))
+            self._copy(Part(tuple(names), None, None, partial(Loader._fill_experts, experts=experts, place=made)))
         return made
 
     def stack_with_shared(
@@ -219,9 +232,11 @@ class Loader:
         rows, width = sum(self._infos[name].shape[0] for name in experts[0]), self._infos[names[0]].shape[1]
         made = torch.empty((len(experts) + count, rows, width), dtype=self.dtype, device=self._place)
         routed, parts = made[: len(experts)].view(-1, width), made[len(experts) :]
-        self._copy(Part(names, routed, None, partial(self._fill_tensor, names, routed, None, 0.0)))
+        self._copy(
+            Part(names, routed, None, partial(Loader._fill_tensor, names=names, fused=routed, order=None, plus=0.0))
+        )
         place = (parts if matrices is None else parts.unflatten(1, (matrices, -1))).transpose(0, 1)  # in stored order
-        self._copy(Part(shared, place, None, partial(self._fill_shared, shared, place)))
+        self._copy(Part(shared, place, None, partial(Loader._fill_shared, names=shared, place=place)))
         return ExpertStack.of(made)
 
     def _fill_shared(self, names: tuple[str, ...], place: Tensor, staging: _Staging | None) -> None:
@@ -336,7 +351,7 @@ class Loader:
         if self._later:
             self._copies.append(part.copy)
         else:
-            part.copy(None)
+            part.copy(self, staging=None)
 
     def _read_along(self) -> None:
         """Fills weights until none is left to fill. Each thread of `fill` runs this method."""
@@ -353,7 +368,7 @@ class Loader:
                 except IndexError:  # another thread took the last one
                     return
                 try:
-                    copy(staging)
+                    copy(self, staging=staging)
                 except BaseException:
                     self.cancel()
                     raise

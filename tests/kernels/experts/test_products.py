@@ -26,6 +26,7 @@ pytest.importorskip("triton", reason="Triton ships for Linux only")
 from fastspec.kernels.common.launch import launch
 from fastspec.kernels.experts import dispatch
 from fastspec.kernels.experts.codes import codes_kernel
+from fastspec.kernels.experts.products import expert_kernel
 
 EXPERTS, CHOSEN, HIDDEN, INNER = 5, 2, 64, 64
 CLAMP = ClampedGate(1.7, 1.0)
@@ -147,6 +148,45 @@ def test_codes_give_the_products_of_their_values(name: str, device: str) -> None
     torch.testing.assert_close(found, expected, rtol=0, atol=2**-7 * float(expected.abs().max()))
     alone = dispatch.experts(x[4:5], ids[4:5], factors[4:5], weights, clamp, residual=None)
     assert torch.equal(alone[0], found[4])
+
+
+def partly_in_codes(quantised: str, device: str) -> tuple[ExpertWeights, ExpertWeights]:
+    """Experts of which one stack, `quantised`, is in codes of fp8 and the other in bf16, and their values in fp32."""
+    weights, meant = in_codes("fp8", 128, 64, True, device)
+    other = "down" if quantised == "gate_up" else "gate_up"
+    values: ExpertStack = getattr(meant, other)
+    plain = ExpertStack.of(values.data.bfloat16())
+    return replace(weights, **{other: plain}), replace(meant, **{other: ExpertStack.of(plain.data.float())})
+
+
+@pytest.mark.parametrize("quantised", ["gate_up", "down"])
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_each_stack_has_the_kernel_of_its_own_form(count: int, quantised: str) -> None:
+    """A checkpoint may have only one stack in codes, and the width of an expert may suit only one of them."""
+    weights, _ = partly_in_codes(quantised, "cpu")
+    x, ids, factors, _ = rows_of(count, torch.bfloat16, "cpu", 128)
+    with mock.patch.object(dispatch, "launch") as launched:
+        dispatch.experts(x, ids, factors, weights, None, residual=None)
+    products = launched.mock_calls[:-1]  # the last one adds up
+    wanted = [codes_kernel, expert_kernel] if quantised == "gate_up" else [expert_kernel, codes_kernel]
+    assert [call.args[0] for call in products] == wanted
+    # pairs of a tile: both products read one list of them
+    pairs = [each.get("ROWS") or 8 * each["BLOCKS"] for each in (call.kwargs for call in products)]
+    assert pairs[0] == pairs[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantised", ["gate_up", "down"])
+@pytest.mark.parametrize("count", [1, 5, 70])
+def test_only_one_stack_in_codes(count: int, quantised: str) -> None:
+    weights, meant = partly_in_codes(quantised, "cuda")
+    x, ids, factors, _ = rows_of(count, torch.bfloat16, "cuda", 128)
+    found = dispatch.experts(x, ids, factors, weights, None, residual=None)
+    expected = reference.experts(x.float(), ids, factors, meant, None, residual=None)
+    # the kernel rounds an expert's first product and its output, both to 2^-9
+    torch.testing.assert_close(found, expected, rtol=0, atol=2**-7 * float(expected.abs().max()))
+    alone = dispatch.experts(x[:1], ids[:1], factors[:1], weights, None, residual=None)
+    assert torch.equal(alone[0], found[0])
 
 
 def test_codes_of_another_kind_are_refused() -> None:
