@@ -147,11 +147,12 @@ def _arms(given: argparse.Namespace) -> tuple[dict[str, Callable[[torch.Tensor],
     arms = {BASE: peer(), "fastspec plain": lookup(0)}
     if given.long:
         return arms, loads
-    arms |= {"fastspec lookup, k = 4": lookup(4), "fastspec lookup, auto": lookup("auto")}
+    arms |= {f"fastspec lookup, k = {k}": lookup(k) for k in (4, 8)} | {"fastspec lookup, auto": lookup("auto")}
     arms["transformers prompt lookup"] = peer(prompt_lookup_num_tokens=LOOKED_UP)
     arms["fastspec plain, exact=False"] = made("fastspec plain, exact=False", exact=False)()
     if given.draft:
         assistant: Any = AutoModelForCausalLM.from_pretrained(given.draft, dtype=dtype).eval()
-        arms["fastspec draft, k = 4"] = made("fastspec draft", draft=given.draft, num_speculative_tokens=4)(4)
+        drafted = made("fastspec draft", draft=given.draft, num_speculative_tokens=4)
+        arms |= {"fastspec draft, k = 4": drafted(4), "fastspec draft, auto": drafted("auto")}
         arms["transformers assistant"] = peer(assistant_model=assistant)
     return arms, loads

@@ -15,7 +15,8 @@ DECODING: tuple[Column, ...] = (
     ("tok_cpu_s", "transformers plain, tok per CPU second"), ("transformers prompt lookup", "its lookup, times plain"),
     ("transformers assistant", "its assistant"), ("fastspec plain", "fastspec plain"),
     ("fastspec plain, exact=False", "exact=False"), ("fastspec lookup, k = 4", "lookup, k = 4"),
-    ("fastspec lookup, auto", "lookup, auto"), ("fastspec draft, k = 4", "draft, k = 4"), ("commit", "commit"),
+    ("fastspec lookup, k = 8", "k = 8"), ("fastspec lookup, auto", "auto"), ("fastspec draft, k = 4", "draft, k = 4"),
+    ("fastspec draft, auto", "auto"), ("commit", "commit"),
 )  # fmt: skip
 PERPLEXITY: tuple[Column, ...] = (
     ("workload", "model and text"), ("format", "format"), ("mib", "MiB"), ("perplexity", "perplexity"),

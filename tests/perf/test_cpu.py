@@ -27,10 +27,11 @@ def test_every_way_gives_a_row(tmp_path: Path) -> None:
     given = ["cpu", "--target", target, "--draft", draft, "--new", "6", "--rounds", "1", "--out", str(out)]
     rows = main([*given, "--commit", "abc"])
     by_name = {str(row["engine"]): row for row in rows}
-    ours = {"plain", "lookup, k = 4", "lookup, auto", "plain, exact=False", "draft, k = 4"}
+    exact = {"plain", "lookup, k = 4", "lookup, k = 8", "lookup, auto", "draft, k = 4", "draft, auto"}
     theirs = {"plain", "prompt lookup", "assistant"}
-    assert set(by_name) == {f"fastspec {name}" for name in ours} | {f"transformers {name}" for name in theirs}
-    for name in ("plain", "lookup, k = 4", "lookup, auto", "draft, k = 4"):
+    ours = {f"fastspec {name}" for name in (*exact, "plain, exact=False")}
+    assert set(by_name) == ours | {f"transformers {name}" for name in theirs}
+    for name in exact:
         assert by_name[f"fastspec {name}"]["text_equal"] == 3, name
     assert by_name["transformers plain"]["over_plain"] == 1
     assert all(float(str(row["tok_cpu_s"])) > 0 for row in rows)

@@ -139,38 +139,68 @@ class CpuWork:
         return facts.rotations[id(call.cos)]
 
     def _ranges(self, call: AttendCall, plain: bool) -> list[Range]:
-        window, places = call.rule.window, call.positions.tolist()
-        pool, page_size, pages = call.keys.shape[0] * call.keys.shape[1], call.keys.shape[1], call.block_table.tolist()
-        found = []
-        for row, positions in enumerate(places):
-            for first in range(0, len(positions), _MOST):
-                part = positions[first : first + _MOST]
-                low = 0 if window is None else max(min(part) - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
-                high = max(part) + 1  # positions beyond the table belong to rows that do not run
-                size = -(-(high - low) // KEY_BLOCK) * KEY_BLOCK
-                tile = next(tile for tile in self.tiles if tile >= len(part))
-                at = torch.arange(low, low + size, dtype=torch.int64, device="cpu")
-                own = F.pad(call.positions[row, first : first + _MOST], (0, tile - len(part)))[:, None]
-                hidden = at > own
-                if window is not None:
-                    hidden |= at <= own - window
-                index = (at // page_size).clamp_(max=len(pages[row]) - 1)
-                start: int | None = None
-                slots: Tensor | None = call.block_table[row, index] * page_size + at % page_size
-                held = pages[row][low // page_size : (high - 1) // page_size + 1]
-                begin = pages[row][int(index[0])] * page_size + low % page_size
-                # consecutive in memory, with room for whole blocks: slots after the row's own may hold anything
-                if held == list(range(held[0], held[0] + len(held))) and begin + size <= pool:
-                    start = begin
-                    slots = None
-                flash = plain and len(part) == _MOST
-                hidden = hidden[:, : high - low] if flash else hidden.repeat(self._group, 1)[None]
-                dtype = call.keys.dtype if flash else torch.float32
-                mask = torch.zeros(hidden.shape, dtype=dtype, device="cpu").masked_fill_(hidden, -torch.inf)
-                kept = int(call.write_mask[row, first : first + len(part)].sum())
-                written = part[0] + kept - low
-                found.append(Range(row, first, len(part), tile, low, high, start, slots, mask, flash, written))
-        return found
+        places, pages = call.positions.tolist(), call.block_table.tolist()
+        return [
+            self._range(call, plain, row, first, positions[first : first + _MOST], pages[row])
+            for row, positions in enumerate(places)
+            for first in range(0, len(positions), _MOST)
+        ]
+
+    def _range(
+        self, call: AttendCall, plain: bool, row: int, first: int, positions: list[int], pages: list[int]
+    ) -> Range:
+        """Makes the range of some query tokens of one row.
+
+        Args:
+            call: the call.
+            plain: True if scores have neither softcap nor sinks.
+            row, first: see `Range`.
+            positions: position of each of these query tokens.
+            pages: page ids of the row, which are valid up to its last position.
+        """
+        count, window = len(positions), call.rule.window
+        low = 0 if window is None else max(min(positions) - window + 1, 0) // KEY_BLOCK * KEY_BLOCK
+        high = max(positions) + 1  # positions beyond the table belong to rows that do not run
+        size = -(-(high - low) // KEY_BLOCK) * KEY_BLOCK
+        tile = next(tile for tile in self.tiles if tile >= count)
+        flash = plain and count == _MOST
+        at = torch.arange(low, low + size, dtype=torch.int64, device="cpu")
+        start = _start(call, pages, low, high, size)
+        slots: Tensor | None = None
+        if start is None:
+            page_size = call.keys.shape[1]
+            slots = call.block_table[row, (at // page_size).clamp_(max=len(pages) - 1)] * page_size + at % page_size
+        own = call.positions[row, first : first + count, None]
+        if tile > count:
+            own = F.pad(own, (0, 0, 0, tile - count))
+        hidden = at > own
+        if window is not None:
+            hidden |= at <= own - window
+        mask = torch.where(hidden, -torch.inf, 0.0)
+        if not flash:
+            return Range(row, first, count, tile, low, high, start, slots, mask.repeat(self._group, 1)[None], False, 0)
+        kept = int(call.write_mask[row, first : first + count].sum())
+        mask = mask[:, : high - low].to(call.keys.dtype)
+        return Range(row, first, count, tile, low, high, start, slots, mask, True, positions[0] + kept - low)
+
+
+def _start(call: AttendCall, pages: list[int], low: int, high: int, size: int) -> int | None:
+    """Returns the cache slot of position `low` if the slots from there on are consecutive, else None.
+
+    There must be room for `size` slots. Those at positions from `high` on may hold anything.
+
+    Args:
+        call: the call.
+        pages: page ids of the row.
+        low, high: range of positions.
+        size: number of slots that are read.
+    """
+    count, page_size = call.keys.shape[:2]
+    held = pages[low // page_size : (high - 1) // page_size + 1]
+    if not held or held != list(range(held[0], held[0] + len(held))):
+        return None
+    start = held[0] * page_size + low % page_size
+    return start if start + size <= count * page_size else None
 
 
 def _tiles(num_heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
@@ -255,9 +285,8 @@ def attend(call: AttendCall, work: CpuWork) -> Tensor:
         turned = torch.cat((norm(parts[0], q_norm, eps), norm(parts[1], k_norm, eps)), dim=2)
     if call.cos is not None:
         cos, sin = work.rotation(call)
-        wide, half = turned.float(), dim // 2
-        swapped = torch.cat((wide[..., half:], wide[..., :half]), -1)
-        turned = (wide * cos).addcmul_(swapped, sin).to(dtype)
+        wide = turned.float()
+        turned = (wide * cos).addcmul_(wide.roll(dim // 2, -1), sin).to(dtype)  # its halves change places
     slots = work.facts(call).slots
     keys.view(-1, kv_heads, dim).index_copy_(0, slots, turned[:, :, call.num_heads :].flatten(0, 1))
     values.view(-1, kv_heads, dim).index_copy_(0, slots, value.flatten(0, 1))

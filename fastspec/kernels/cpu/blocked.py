@@ -149,9 +149,7 @@ def _multiply_blocks(x: Tensor, matrix: Tensor) -> Tensor:
 def worth_having(
     product: Callable[[Tensor], Tensor], rows: Tensor, counts: tuple[int, ...], clock: Callable[[], float] = _clock
 ) -> tuple[int, ...]:
-    """Selects the numbers of rows that take less time than every larger number up to `_BASE`.
-
-    With another number of rows it is faster to pad x.
+    """Selects the numbers of rows that take no more time than padding x to the next larger number up to `_BASE`.
 
     Args:
         product, rows: see `same_bits`.
@@ -159,22 +157,25 @@ def worth_having(
         clock: function that returns the time in seconds.
     """
 
-    def seconds(count: int) -> float:
-        least, part = math.inf, rows[:count]
+    def seconds(work: Callable[[], object]) -> float:
+        least = math.inf
         for _ in range(_TIMED):
             start = clock()
-            product(part)
+            work()
             least = min(least, clock() - start)
         return least
 
     kept = [count for count in counts if count > _BASE]
-    best = math.inf
     for count in reversed([count for count in counts if count <= _BASE]):
-        took = seconds(count)
-        if took < best:
+        part = rows[:count]
+        if count == _BASE or seconds(partial(product, part)) <= seconds(partial(_padded, product, part, kept[0])):
             kept.insert(0, count)
-            best = took
     return tuple(kept)
+
+
+def _padded(product: Callable[[Tensor], Tensor], x: Tensor, count: int) -> Tensor:
+    """Computes a product of x [R, K] after padding it with zero rows to `count` rows. Returns its first R rows."""
+    return product(F.pad(x, (0, 0, 0, count - len(x))))[: len(x)]
 
 
 class Blocked:
@@ -305,8 +306,7 @@ class Blocked:
         rows = x.shape[0]
         if rows in counts:
             return self.multiply(x)
-        count = next(count for count in counts if count > rows)
-        return self.multiply(F.pad(x, (0, 0, 0, count - rows)))[:rows]
+        return _padded(self.multiply, x, next(count for count in counts if count > rows))
 
     def _unrounded(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Computes x W^T [+ bias] from bf16 values, and returns it in fp32.

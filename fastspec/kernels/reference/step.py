@@ -70,8 +70,10 @@ def feed_rows(
     offsets = torch.arange(first, first + queries, device=lengths.device)
     positions = lengths[:, None] + offsets
     known = min(queries, max(0, -first))
-    at = positions[:, :known].clamp(0, tokens.shape[1] - 1)
-    ids = torch.cat((tokens.gather(1, at), draft_tokens[:, first + known : first + queries]), dim=1)
+    ids = draft_tokens[:, first + known : first + queries]
+    if known:
+        at = positions[:, :known].clamp(0, tokens.shape[1] - 1)
+        ids = torch.cat((tokens.gather(1, at), ids), dim=1)
     write_mask = (finish == verify.RUNNING)[:, None] & (positions >= 0) & (positions < limit)
     if draft_counts is not None:
         draft_counts.copy_((limit + 1 - lengths).clamp(0, num_drafts))
