@@ -122,7 +122,7 @@ def test_a_start_that_fails_leaves_no_thread(what: str, tmp_path: Path, monkeypa
     make_checkpoint(tmp_path, "llama2", dtype=torch.bfloat16)
     # the first of a process also gets what cuBLAS keeps
     FastSpecGenerator(tmp_path, max_length=64, device="cuda", progress=False).close()
-    before, used = threading.active_count(), torch.cuda.memory_allocated()
+    before, used = set(threading.enumerate()), torch.cuda.memory_allocated()
 
     def fails(*_: Any, **__: Any) -> None:
         raise CheckpointError("planted")
@@ -130,7 +130,7 @@ def test_a_start_that_fails_leaves_no_thread(what: str, tmp_path: Path, monkeypa
     monkeypatch.setattr(*((Loader, "_fill_tensor") if what == "reading" else (Engine, "compile")), fails)
     with pytest.raises(CheckpointError, match="planted"):
         FastSpecGenerator(tmp_path, max_length=64, device="cuda", progress=False)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # those of earlier tests may end meanwhile
     monkeypatch.undo()
     with FastSpecGenerator(tmp_path, max_length=64, device="cuda", progress=False) as generator:
         assert len(generator.generate([[5, 6]], max_new_tokens=3, eos_token_id=None)[0]) == 5
