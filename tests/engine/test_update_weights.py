@@ -435,11 +435,11 @@ def test_an_update_that_dies_midway(
     """The generator says so until all tensors have come."""
     new, copies, original = tensors_of(two[1]), [0], Loader._fill_tensor
 
-    def dying(self: Loader, *given: Any) -> None:
+    def dying(self: Loader, *given: Any, **named: Any) -> None:
         copies[0] += 1
         if copies[0] > fails_at:
             raise OSError("the disk is gone")
-        original(self, *given)
+        original(self, *given, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(Loader, "_fill_tensor", dying)

@@ -37,9 +37,12 @@ def test_nothing_is_read_before_fill(tmp_path: Path, monkeypatch: pytest.MonkeyP
     make_checkpoint(tmp_path, "llama2")  # its head is no second name of its embedding
     reads: list[tuple[str, ...]] = []
     fill = Loader._fill_tensor
-    monkeypatch.setattr(
-        Loader, "_fill_tensor", lambda self, names, *rest: (reads.append(names), fill(self, names, *rest))
-    )
+
+    def counted(self: Loader, names: tuple[str, ...], *rest: Any, **named: Any) -> None:
+        reads.append(names)
+        fill(self, names, *rest, **named)
+
+    monkeypatch.setattr(Loader, "_fill_tensor", counted)
     pending = pending_of(tmp_path)
     assert not reads
     pending.fill()
@@ -50,9 +53,9 @@ def test_cancel_ends_a_fill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     make_checkpoint(tmp_path, "llama2")
     pending, reads, fill = pending_of(tmp_path), [], Loader._fill_tensor
 
-    def once(self: Loader, *rest: Any) -> None:
-        reads.append(rest[0])
-        fill(self, *rest)
+    def once(self: Loader, names: tuple[str, ...], *rest: Any, **named: Any) -> None:
+        reads.append(names)
+        fill(self, names, *rest, **named)
         pending.cancel()
 
     monkeypatch.setattr(Loader, "_fill_tensor", once)

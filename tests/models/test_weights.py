@@ -265,6 +265,6 @@ def test_planted_bugs_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(AssertionError, match="qkv"):
         assert_same(load(checkpoint), state)
     monkeypatch.undo()
-    monkeypatch.setattr(Loader, "_fill_tensor", lambda self, names, fused, *others: fused.fill_(0))
+    monkeypatch.setattr(Loader, "_fill_tensor", lambda self, names, fused, *others, **named: fused.fill_(0))
     with pytest.raises(AssertionError):
         assert_same(load(checkpoint), state)

@@ -176,7 +176,7 @@ class CpuWork:
         hidden = at > own
         if window is not None:
             hidden |= at <= own - window
-        mask = torch.where(hidden, -torch.inf, 0.0)
+        mask = torch.zeros(hidden.shape, dtype=torch.float32, device="cpu").masked_fill_(hidden, -torch.inf)
         if not flash:
             return Range(row, first, count, tile, low, high, start, slots, mask.repeat(self._group, 1)[None], False, 0)
         kept = int(call.write_mask[row, first : first + count].sum())
