@@ -40,10 +40,11 @@ class Stub:
         self.reply = reply
         self.opened: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self.calls: list[dict[str, Any]] = []
+        self.progress: list[Any] = []  # of each generator: False, or what gets the lines about memory
         self.closed = 0
 
     def open(self, *sources: Any, **options: Any) -> Stub:
-        del options["progress"]
+        self.progress.append(options.pop("progress"))
         self.opened.append((sources, options))
         return self
 
@@ -99,6 +100,7 @@ def test_generate_prints_text_on_stdout_and_numbers_on_stderr() -> None:
     (line,) = result.stderr.splitlines()
     for part in ("tokens in 0.25 s", "tok/s", "tokens per step", "acceptance 25.0%", "length", "cpu"):
         assert part in line
+    assert [each.__name__ for each in stub.progress] == ["tell"]
     assert stub.opened == [
         (
             tuple(PAIR),
@@ -129,6 +131,7 @@ def test_generate_passes_every_option_on() -> None:
     result = invoke(stub, "generate", "--prompt", "x", *options.split(), *more.split())
     assert (result.exit_code, result.stdout) == (0, "the \ufffd\n")  # cut inside a character
     sources, opened = stub.opened[0]
+    assert [each.__name__ for each in stub.progress] == ["tell"]
     assert sources == ("t", "d")
     assert opened == {
         "num_speculative_tokens": 2,
